@@ -16,7 +16,7 @@ import numpy as np
 from torchrelay import _native, _telemetry, config
 from torchrelay._helper import HelperProcess
 from torchrelay.checkpoint._catalog import Keep
-from torchrelay.checkpoint._group import group_of
+from torchrelay.checkpoint._group import savers_of
 from torchrelay.checkpoint._inventory import gather_inventory, plan_chunks
 from torchrelay.checkpoint._saving import Description, Saving
 from torchrelay.checkpoint._staging import Staging, starts_of
@@ -207,7 +207,7 @@ def async_save(
         max_staging_bytes: the most memory that this rank's copy may take; by default no limit.
         group: the ranks that take part; by default the default process group, or this process
             alone.
-        no_dist: whether this process is alone, although there is a process group.
+        no_dist: whether this process is alone, although there is a process group or a launcher.
 
     Raises:
         ArgumentError: a value that a checkpoint cannot hold, or a copy larger than
@@ -218,7 +218,7 @@ def async_save(
     with _telemetry.event("checkpoint", "async_save", text_of(path)) as running:
         options = SaveOptions(threads, fsync, checksum, keep, max_staging_bytes)
         saving = Saving(path, options)
-        ranks = group_of(group, no_dist)
+        ranks = savers_of(group, no_dist)
         mine, everyone = gather_inventory(state, ranks, before=_writer.finish_last)
         transaction = saving.transaction
         save_id = ranks.coordinate(transaction.begin)

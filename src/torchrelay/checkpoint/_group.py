@@ -5,6 +5,7 @@ An error that one rank raises inside :meth:`Group.together` is raised on every r
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -23,7 +24,7 @@ from torchrelay.errors import (
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["Group", "check_same", "group_of"]
+__all__ = ["Group", "check_same", "group_of", "savers_of"]
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -165,6 +166,25 @@ def group_of(group: ProcessGroup | None, no_dist: bool = False) -> Group:
         )
     ranks = tuple(dist.get_process_group_ranks(group if group is not None else dist.group.WORLD))
     return Group(group, ranks, ranks.index(dist.get_rank()))
+
+
+def savers_of(group: ProcessGroup | None, no_dist: bool = False) -> Group:
+    """Return the participants of a save, as :func:`group_of`.
+
+    Raises:
+        ArgumentError: as there; or a launcher has started several processes, which have no process
+            group, so that each would replace what the others save.
+    """
+    ranks = group_of(group, no_dist)
+    size = os.environ.get("WORLD_SIZE", "1")
+    has_group = dist.is_available() and dist.is_initialized()
+    if not (no_dist or has_group) and "RANK" in os.environ and size not in ("", "0", "1"):
+        raise ArgumentError(
+            f"WORLD_SIZE is {size}, but there is no process group, and each process would save "
+            "alone: call torch.distributed.init_process_group() first, or pass no_dist=True where "
+            "one process saves, or each to a path of its own"
+        )
+    return ranks
 
 
 def check_same(ranks: Sequence[int], opened: Sequence[tuple[str, str]]) -> None:

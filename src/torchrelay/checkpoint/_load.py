@@ -6,6 +6,7 @@ import errno
 from collections.abc import Callable, MutableMapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -60,6 +61,8 @@ __all__ = ["LoadResult", "load", "verify"]
 
 _ATTEMPTS = 10  # for checkpoints that savers replace or remove again and again
 _SHOWN = 3  # keys that an error lists
+_NEAR = 2  # keys that an error lists because they resemble a missing one
+_COMPARED = 10_000  # keys that are searched for such
 
 
 class LoadResult(NamedTuple):
@@ -361,9 +364,24 @@ class _Loading:
             waiting = any(is_waiting(self._missing[key][1].value) for key in bad)
             raise MismatchError(
                 f"{self._location}: the checkpoint lacks {_listed(bad)}, which the state "
-                "has; prefix= names what its keys begin with, strict=False leaves them as they are"
+                f"has; {self._remedy(bad)}strict=False leaves them as they are"
                 + (", initialize_missing=True initialises deferred ones" if waiting else "")
             )
+
+    def _remedy(self, bad: list[str]) -> str:
+        """Return a clause that names the prefixes with which the checkpoint has all the missing
+        keys, else the keys that it has and that resemble the first.
+        """
+        held = {**self._manifest.tensors, **self._manifest.objects}
+        first, *rest = [key.removeprefix(self._options.prefix) for key in bad]
+        ends = [key for key in held if f".{key}".endswith(f".{first}")]
+        starts = [key.removesuffix(first) for key in ends]
+        fits = [start for start in starts if all(start + name in held for name in rest)]
+        if fits and len(self._missing) == sum(len(part.leaves) for part in self._parts):
+            return " or ".join(f"prefix={start!r}" for start in fits[:2]) + " finds them, "
+        inner = [key for key in held if f".{bad[0]}".endswith(f".{key}")]
+        near = ends or inner or get_close_matches(bad[0], [*held][:_COMPARED], n=_NEAR)
+        return f"it has {_listed(near[:_NEAR])}, " if near else ""
 
     def _is_bad(self, key: str, part: _Part, leaf: Leaf) -> bool:
         """Return whether a strict load needs a key that the checkpoint lacks."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torchrelay import _telemetry
 from torchrelay._progress import Progress, tracking
 from torchrelay.checkpoint._catalog import Keep
-from torchrelay.checkpoint._group import group_of
+from torchrelay.checkpoint._group import savers_of
 from torchrelay.checkpoint._inventory import gather_inventory, plan_chunks
 from torchrelay.checkpoint._saving import Saving
 from torchrelay.checkpoint._storage import Path, text_of
@@ -55,7 +55,7 @@ def save(
             all).
         group: the ranks that take part; by default the default process group, or this process
             alone.
-        no_dist: whether this process is alone, although there is a process group.
+        no_dist: whether this process is alone, although there is a process group or a launcher.
 
     Raises:
         ArgumentError: a value that a checkpoint cannot hold; the message names its key.
@@ -67,7 +67,7 @@ def save(
     """
     with _telemetry.event("checkpoint", "save", text_of(path)) as running:
         saving = Saving(path, SaveOptions(threads, fsync, checksum, keep, max_staging_bytes))
-        ranks = group_of(group, no_dist)
+        ranks = savers_of(group, no_dist)
         mine, everyone = gather_inventory(state, ranks)
         chunks = plan_chunks(mine, everyone, ranks)
 

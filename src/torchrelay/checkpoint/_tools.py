@@ -133,7 +133,7 @@ def convert(
             f"keys begin with {shown}"
         )
     if to == "torchrelay":
-        save(state, target)
+        save(state, target, no_dist=True)
     elif to == "torch":
         with storage_errors(f"writing {target}"):
             torch.save(state, target)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from torchrelay.checkpoint import load, save
+from torchrelay.checkpoint import async_save, load, save
 from torchrelay.checkpoint._tools import read_state
 from torchrelay.deferred import deferred_init, is_deferred, materialize_module
 from torchrelay.errors import ArgumentError, MismatchError
@@ -31,6 +31,42 @@ def test_a_wrong_prefix_is_an_error(tmp_path: Path) -> None:
     assert is_deferred(target)
     assert load(target, tmp_path / "c", prefix="model.") == ([], [])
     assert torch.equal(target[0].weight, source[0].weight)
+
+
+def test_a_missing_key_names_the_prefix_or_the_nearest_keys(tmp_path: Path) -> None:
+    linear = torch.nn.Linear(2, 2)
+    save({"model": linear, "ema": linear, "step": 3}, tmp_path / "c")
+    with pytest.raises(MismatchError, match=r"has; prefix='model\.' or prefix='ema\.' finds them"):
+        load(torch.nn.Linear(2, 2), tmp_path / "c")
+    save(torch.nn.ModuleDict({"module": linear}), tmp_path / "parallel")
+    with pytest.raises(MismatchError, match=r"lacks 'model\.weight'.*it has 'module\.weight', st"):
+        load({"model.weight": torch.ones(2, 2)}, tmp_path / "parallel")
+    # A prefix that would lose what has been found is not offered.
+    save({"model": {"module": linear}, "step": 3}, tmp_path / "nested")
+    with pytest.raises(MismatchError, match=r"has; it has 'model\.module\.weight', strict=False"):
+        load({"weight": torch.ones(2, 2), "step": 0}, tmp_path / "nested")
+    save({"weight": torch.ones(2, 2), "step": 3}, tmp_path / "plain")
+    with pytest.raises(MismatchError, match=r"has; it has 'weight', strict=False"):
+        load({"module.weight": torch.ones(2, 2), "step": 0}, tmp_path / "plain")
+    with pytest.raises(MismatchError, match=r"has; strict=False"):
+        load({"unlike_any": torch.ones(2, 2)}, tmp_path / "plain")
+
+
+@pytest.mark.parametrize("save_it", [save, async_save])
+def test_several_processes_without_a_group_cannot_save_to_one_path(
+    save_it: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ArgumentError, match=r"WORLD_SIZE is 2, .*no_dist=True"):
+        save_it({"step": 3}, tmp_path / "c")
+    assert not (tmp_path / "c").exists()
+    handle = save_it({"step": 3}, tmp_path / "c", no_dist=True)
+    if handle is not None:
+        handle.result()
+    state = {"step": 0}
+    load(state, tmp_path / "c")
+    assert state == {"step": 3}
 
 
 def test_what_is_missing_and_unexpected_is_returned(tmp_path: Path) -> None:
