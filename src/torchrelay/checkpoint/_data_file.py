@@ -114,6 +114,11 @@ def header_size(first_bytes: bytes, file_bytes: int, where: str) -> int:
         raise CorruptionError(f"{where}: {file_bytes} bytes are too few for a safetensors file")
     size = int(struct.unpack("<Q", first_bytes[:8])[0])
     if size + 8 > MAX_HEADER_BYTES or size + 8 > file_bytes:
+        if first_bytes.startswith(b"PK\x03\x04"):
+            raise CorruptionError(
+                f"{where}: a zip archive, as torch.save writes; convert it with 'torchrelay "
+                f"checkpoint convert {where} FOLDER --to torchrelay', and load FOLDER"
+            )
         raise CorruptionError(
             f"{where}: not a safetensors file (it claims a header of {size} bytes)"
         )

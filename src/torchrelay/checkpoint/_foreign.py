@@ -74,6 +74,13 @@ def find_checkpoint(path: Path) -> tuple[Folder, Callable[[], Manifest]]:
 
 def _find_foreign(local: str, names: list[str]) -> tuple[Folder, Callable[[], Manifest]]:
     if not names:
+        newest = _catalog.newest_inside(local)
+        if newest:
+            raise StorageError(
+                errno.ENOENT,
+                f"{local}: not a checkpoint, but a folder of checkpoints; the newest is "
+                f"{os.path.join(local, newest)}",
+            )
         raise StorageError(
             errno.ENOENT,
             f"{local}: not a checkpoint: there is neither {MANIFEST}, which a save writes last, "

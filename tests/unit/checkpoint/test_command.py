@@ -161,3 +161,31 @@ def test_parts_of_a_training_checkpoint(tmp_path: Path) -> None:
     assert isinstance(
         _run("convert", tmp_path / "text.pt", tmp_path / "none").exception, CorruptionError
     )
+
+
+def test_a_folder_of_checkpoints_and_a_file_of_torch_name_what_to_do(tmp_path: Path) -> None:
+    for step in (1, 2):
+        save({"weight": torch.ones(2)}, tmp_path / "ckpt" / f"step-{step}")
+    for command in ("inspect", "verify"):
+        error = _run(command, tmp_path / "ckpt").exception
+        assert isinstance(error, StorageError)
+        assert str(error).endswith(f"the newest is {tmp_path / 'ckpt' / 'step-2'}")
+
+    model = torch.nn.Linear(2, 2)
+    torch.save(model.state_dict(), tmp_path / "m.pt")
+    with pytest.raises(CorruptionError, match=r"torch\.save.*checkpoint convert .*m\.pt FOLDER"):
+        load(torch.nn.Linear(2, 2), tmp_path / "m.pt")
+    assert _run("convert", tmp_path / "m.pt", tmp_path / "m", "--to", "torchrelay").exit_code == 0
+    other = torch.nn.Linear(2, 2)
+    load(other, tmp_path / "m")
+    assert torch.equal(other.weight, model.weight)
+
+
+def test_convert_saves_in_one_process_of_a_launcher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save({"weight": torch.ones(2)}, tmp_path / "ours")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    result = _run("convert", tmp_path / "ours", tmp_path / "again")
+    assert result.exit_code == 0, result.output
