@@ -160,6 +160,10 @@ class _TableModule(nn.Module):
     def _look_up(self, keys: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return rows, and where those of ``keys`` are among them; see :func:`look_up`."""
         if not torch.compiler.is_compiling():  # which cannot replace a weight either
+            if not isinstance(keys, Tensor):
+                raise ArgumentError(
+                    f"keys must be a tensor, e.g. torch.tensor([1, 2]), not {type(keys).__name__}"
+                )
             weight = self._parameters.get("weight")
             if not isinstance(weight, TableWeight):
                 return self._rows_of(weight, keys), None

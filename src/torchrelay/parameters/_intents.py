@@ -45,6 +45,9 @@ class IntentLoader(Generic[Batch]):
             decides itself how early it acts: announcing too early costs memory for keys, not
             traffic.
         table: the table whose keys ``keys_of`` returns.
+
+    Raises:
+        ArgumentError: ``lookahead`` is below 1, or ``table`` is not a table.
     """
 
     def __init__(
@@ -57,6 +60,11 @@ class IntentLoader(Generic[Batch]):
     ) -> None:
         if lookahead != "auto" and lookahead < 1:
             raise ArgumentError(f"lookahead = {lookahead}: it must be at least 1, or 'auto'")
+        if not isinstance(table, Table | None):
+            raise ArgumentError(
+                f"table must be a Table, not {type(table).__name__}; of an Embedding, pass "
+                "embedding.table"
+            )
         self.loader = loader
         self.lookahead = FIRST_LOOKAHEAD if lookahead == "auto" else lookahead
         self._automatic = lookahead == "auto"

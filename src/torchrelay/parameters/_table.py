@@ -40,6 +40,19 @@ class TableOptions(TypedDict, total=False):
     process_group: ProcessGroup | None
 
 
+def _check_types(optimizer: object, init: object) -> None:
+    if not isinstance(optimizer, UpdateRule | None):
+        raise ArgumentError(
+            f"optimizer = {optimizer!r}: it must be one of torchrelay.parameters.optim, e.g. "
+            "optim.adam()"
+        )
+    if not isinstance(init, KeyInit | None):
+        raise ArgumentError(
+            f"init = {init!r}: it must be a torchrelay.parameters.KeyInit, e.g. "
+            'KeyInit("normal", 0.0, 0.02)'
+        )
+
+
 _open_tables: weakref.WeakValueDictionary[str, Table] = weakref.WeakValueDictionary()
 
 
@@ -127,6 +140,7 @@ class Table(Resource):
                 f"this process has a table {name!r} already; close it first, or give each its own "
                 "name"
             )
+        _check_types(optimizer, init)
         topology = meet(name or "table", techniques, node_of_rank, process_group)
         server = Server(
             num_keys,

@@ -280,6 +280,19 @@ def test_wrong_arguments_are_named(create: Callable[..., Table]) -> None:
         table.push(torch.tensor([1, 2]), torch.zeros(3, DIM))
     with pytest.raises(ArgumentError):
         optim.sgd(-1)
+    optimizers: tuple[Any, ...] = (torch.optim.Adam, "adam")
+    for optimizer in optimizers:
+        with pytest.raises(ArgumentError, match=r"e\.g\. optim\.adam\(\)"):
+            Embedding(ROWS, DIM, optimizer=optimizer)
+    init: Any = torch.nn.init.normal_
+    with pytest.raises(ArgumentError, match="KeyInit"):
+        Embedding(ROWS, DIM, init=init)
+    keys: Any = [1, 2]
+    embedding: Any = Embedding(ROWS, DIM, table=table)
+    with pytest.raises(ArgumentError, match="keys must be a tensor"):
+        embedding(keys)
+    with pytest.raises(ArgumentError, match=r"pass embedding\.table"):
+        IntentLoader([], lambda batch: batch, table=embedding)
 
 
 def test_the_intent_loader_advances_the_clock(create: Callable[..., Table]) -> None:
