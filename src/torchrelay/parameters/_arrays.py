@@ -10,7 +10,7 @@ import torch
 from torchrelay import _native
 from torchrelay.errors import ArgumentError
 
-__all__ = ["DTYPES", "address_of_keys", "address_of_values", "check_finite", "describe"]
+__all__ = ["DTYPES", "address_of_keys", "address_of_values", "check_finite", "describe", "sum_rows"]
 
 # Those that a table can have, as the native core names them.
 DTYPES: dict[torch.dtype, _native.Dtype] = {
@@ -82,6 +82,11 @@ def address_of_values(values: Any, dtype: torch.dtype, *, written: bool) -> tupl
     ):
         raise ArgumentError("values requires grad and would be overwritten: pass values.detach()")
     return address, count * dtype.itemsize
+
+
+def sum_rows(index: torch.Tensor, rows: torch.Tensor, count: int) -> torch.Tensor:
+    """Return ``(count, dim)``: at each index, the sum of its ``rows``, ``(n, dim)``, in order."""
+    return rows.new_zeros(count, rows.shape[1]).index_add_(0, index, rows)
 
 
 def check_finite(keys: torch.Tensor | None, values: torch.Tensor, where: str) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from torchrelay._native import Communicator, HostCommunicator
 from torchrelay.errors import MismatchError, OperationTimeoutError, PeerLostError
+from torchrelay.parameters._arrays import sum_rows
 from torchrelay.world import Ranks
 
 __all__ = ["GradientExchange", "sum_by_key"]
@@ -47,7 +48,7 @@ def sum_by_key(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     Rows ``(n, dim)`` are added in their order.
     """
     unique, inverse = torch.unique(keys, return_inverse=True)
-    return unique, values.new_zeros(len(unique), values.shape[1]).index_add_(0, inverse, values)
+    return unique, sum_rows(inverse, values, len(unique))
 
 
 class GradientExchange:
@@ -106,10 +107,9 @@ class GradientExchange:
             keys: of this process's rows; no other has them.
             sizes: the number of rows of each process.
         """
-        size = self._ranks.size
         self._headers(_Call.GATHER)
-        rows = _packed(keys, values, torch.arange(len(keys)).repeat(size))
-        keys, values = _unpacked(self._exchange(rows, [len(keys)] * size, sizes))
+        rows = _packed(keys, values, torch.arange(len(keys)))
+        keys, values = _unpacked(self._all_gather(rows, sizes, _ROWS))
         order = keys.argsort()
         return keys[order], values[order]
 
@@ -121,19 +121,8 @@ class GradientExchange:
         """Return the numbers of all ranks: two, or one for each rank; all ranks make ``call``."""
         size = self._ranks.size
         width = 1 + max(2, size)  # in all calls, so that different calls are noticed
-        mine = torch.tensor([call, *numbers] + [0] * (width - 1 - len(numbers)))
-        headers = mine.new_empty(size, width)
-        with self._named_failures():
-            self._group.all_gather(
-                mine.data_ptr(),
-                mine.nbytes,
-                _blocks(headers, [1] * size),
-                _HEADER,
-                self._timeout_s,
-                True,
-            )
-        self.sent_bytes += (size - 1) * mine.nbytes
-        received = headers.tolist()
+        mine = torch.tensor([[call, *numbers] + [0] * (width - 1 - len(numbers))])
+        received = self._all_gather(mine, [1] * size, _HEADER).tolist()
         other = [rank for rank, row in enumerate(received) if row[0] != call]
         if other:
             there = _CALLS[_Call(received[other[0]][0])]
@@ -143,6 +132,16 @@ class GradientExchange:
                 "same backward passes and steps, and look at weight.grad and weight.keys together"
             )
         return [row[1:] for row in received]
+
+    def _all_gather(self, rows: Tensor, counts: list[int], code: int) -> Tensor:
+        """Return the rows of all ranks, in order; rank ``i`` has ``counts[i]``."""
+        out = rows.new_empty(sum(counts), rows.shape[1])
+        with self._named_failures():
+            self._group.all_gather(
+                rows.data_ptr(), rows.nbytes, _blocks(out, counts), code, self._timeout_s, True
+            )
+        self.sent_bytes += (self._ranks.size - 1) * rows.nbytes
+        return out
 
     def _exchange(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
         """Send ``sent[i]`` rows to rank ``i``, in order; return the rows received, in order."""

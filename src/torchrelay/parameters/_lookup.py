@@ -14,6 +14,7 @@ from torch import Tensor
 
 from torchrelay import _torch
 from torchrelay.errors import ArgumentError, UnavailableError, UnsupportedError
+from torchrelay.parameters._arrays import sum_rows
 from torchrelay.parameters._table import Table
 
 __all__ = ["Lookup", "look_up"]
@@ -134,8 +135,7 @@ class _DistinctRows(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, Tensor, None]:
         _refuse_graph()
         if gradient.is_sparse:  # of embedding_bag; to_dense() would sort its rows
-            rows = gradient.new_zeros(gradient.shape, layout=torch.strided)
-            gradient = rows.index_add_(0, gradient._indices()[0], gradient._values())
+            gradient = sum_rows(gradient._indices()[0], gradient._values(), len(gradient))
         ctx.lookup.add_gradient(*ctx.saved_tensors, gradient)
         return None, None, torch.empty(0), None
 
@@ -162,8 +162,7 @@ def _(keys: Tensor, anchor: Tensor, lookup: int) -> Tensor:
 def _gradient(keys: Tensor, gradient: Tensor, lookup: int) -> Tensor:
     table = _lookup(lookup).table
     unique, inverse = _distinct(keys, table.num_keys)
-    rows = gradient.new_zeros(len(unique), table.dim)
-    rows.index_add_(0, inverse, gradient.reshape(-1, table.dim))
+    rows = sum_rows(inverse, gradient.reshape(-1, table.dim), len(unique))
     _lookup(lookup).add_gradient(unique, inverse, rows)
     return torch.empty(0)
 

@@ -12,7 +12,12 @@ import torch
 from torchrelay import _native, _torch
 from torchrelay._resource import Resource
 from torchrelay.errors import ArgumentError, PeerLostError, UnavailableError
-from torchrelay.parameters._arrays import address_of_keys, address_of_values, check_finite
+from torchrelay.parameters._arrays import (
+    address_of_keys,
+    address_of_values,
+    check_finite,
+    sum_rows,
+)
 from torchrelay.parameters._sampling import PreparedSamples
 from torchrelay.parameters._server import Server
 
@@ -158,9 +163,7 @@ class Worker(Resource):
                 "gradients with repeated keys need keys of one length; sum them before"
             )
         given = torch.as_tensor(values).detach().reshape(count, -1)
-        return unique, torch.zeros(len(unique), given.shape[1], dtype=given.dtype).index_add_(
-            0, inverse, given
-        )
+        return unique, sum_rows(inverse, given, len(unique))
 
     def pull_if_local(self, keys: Any, values: Any) -> bool:
         """Call :meth:`pull` if all keys are local.
