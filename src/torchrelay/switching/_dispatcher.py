@@ -138,9 +138,8 @@ class Dispatcher:
             f"computed for more than {self._options.run_timeout_s:g} s",
         )
         request.attempts = _MAX_ATTEMPTS
-        if not request.parts:
-            text = f"model {request.model!r} {reason}; its worker was ended"
-            self.fail(request, OperationTimeoutError(text))
+        text = f"model {request.model!r} {reason}; its worker was ended"
+        self.fail(request, OperationTimeoutError(text))
         self._fleet.lose(self._run.worker, reason)
         return 0.0
 
