@@ -22,7 +22,6 @@ import importlib.util
 import json
 import os
 import shutil
-import socket
 import statistics
 import subprocess
 import sys
@@ -34,7 +33,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from report import table, write
+from report import free_port, table, write
 
 IMAGE = Path(__file__).parent.parent / "docs" / "images" / "aggregation.png"
 SIZES = (8, 1 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20, 256 << 20)
@@ -95,9 +94,7 @@ def main() -> None:
 
 def launch(ranks: int) -> dict[str, Any]:
     """Runs the ranks, under mpirun where there is one, and returns what rank 0 measured."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
+    port = free_port()
     environ = {
         **os.environ,
         "OMP_NUM_THREADS": "1",

@@ -19,7 +19,6 @@ import json
 import multiprocessing as mp
 import os
 import pickle
-import socket
 import statistics
 import subprocess
 import sys
@@ -35,7 +34,7 @@ from typing import Any
 import torch
 from checkpoint_cases import CASES, COLUMNS, TENSORS, Figures, run_rank, total_bytes
 from checkpoint_shard import load_eager, load_shard, save_model
-from report import gigabytes, spread, table, write
+from report import free_port, gigabytes, spread, table, write
 from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -376,12 +375,6 @@ def s3_server() -> Iterator[None]:
             yield
         finally:
             server.terminate()
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 def measure(setup: Setup, parts: list[str]) -> None:

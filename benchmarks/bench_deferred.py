@@ -17,7 +17,6 @@ import gc
 import hashlib
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -28,7 +27,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from report import gigabytes, reset_peak, resident_bytes, spread, table, write
+from report import free_port, gigabytes, reset_peak, resident_bytes, spread, table, write
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import fully_shard
@@ -336,9 +335,7 @@ def run(work: str, model: str, counts: list[int]) -> dict[str, Any]:
 
 
 def run_fsdp(model: str, ranks: int) -> list[dict[str, Any]]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     common = {
         "WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "127.0.0.1",

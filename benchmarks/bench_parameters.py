@@ -25,8 +25,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from report import free_port, write
 from report import table as markdown
-from report import write
 from torch import Tensor, nn
 from torch.distributed import rpc
 
@@ -284,9 +284,7 @@ def on_two_nodes(workers: int, rounds: int, repeats: int) -> list[Result]:
     """The times of node 0's workers."""
     context = multiprocessing.get_context("spawn")
     out = context.SimpleQueue()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     size = 2 * workers
     processes = [
         context.Process(target=node, args=(rank, size, port, rounds, repeats, out))

@@ -14,7 +14,6 @@ import argparse
 import importlib.util
 import logging
 import os
-import socket
 import statistics
 import time
 import warnings
@@ -24,8 +23,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from report import free_port, write
 from report import table as markdown
-from report import write
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -162,9 +161,7 @@ def rank_main(rank: int, size: int, port: int, apart: bool, steps: int, out: Any
 def measure(place: str, steps: int) -> dict[str, float]:
     """Median seconds of a step, by case and way, without the first steps."""
     size = 1 if place == PLACES[0] else 2
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     out = mp.get_context("spawn").SimpleQueue()
     mp.spawn(rank_main, (size, port, place == PLACES[2], steps, out), size)  # type: ignore[no-untyped-call]
     skipped = steps // 4

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from report import table, write
+from report import free_port, table, write
 
 from torchrelay.switching import ModelStore, Switcher
 
@@ -146,13 +146,6 @@ def body(name: str) -> bytes:
         entry = {"name": "input_ids", "datatype": "INT64", "shape": [1, TOKENS]}
         data = [100 + index for index in range(TOKENS)]
     return json.dumps({"inputs": [{**entry, "data": data}]}).encode()
-
-
-def free_port() -> int:
-    import socket  # noqa: PLC0415
-
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 def processor_s(pid: int) -> float:

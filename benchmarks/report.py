@@ -7,6 +7,7 @@ import gc
 import os
 import platform
 import shlex
+import socket
 import statistics
 import subprocess
 import sys
@@ -52,6 +53,13 @@ def machine() -> str:
     )
 
 
+def free_port() -> int:
+    """A TCP port of the loopback device that nobody uses now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """A Markdown table."""
     lines = [header, ["---"] * len(header), *rows]
@@ -68,8 +76,8 @@ def gigabytes(size_bytes: float) -> str:
 
 
 def resident_bytes(key: str) -> int:
-    """``VmRSS``, what is resident now, or ``VmHWM``, the most there was since
-    :func:`reset_peak`.
+    """``VmRSS``, what is resident now; ``RssAnon``, of it what belongs to no file; or ``VmHWM``,
+    the most there was since :func:`reset_peak`.
     """
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{key}:"):

@@ -45,7 +45,7 @@ def rank_main(rank: int, hosts: namespaces.Hosts, path: str) -> None:
     os.environ["TORCHRELAY_TRANSPORT_INTERFACE"] = "eth0"
     torch.set_num_threads(1)
     size = len(hosts.pids)
-    before = own_bytes()
+    before = resident_bytes("RssAnon")
     started = time.perf_counter()
     store = dist.FileStore(path, size)
     dist.init_process_group("sml", store=store, rank=rank, world_size=size)
@@ -53,7 +53,7 @@ def rank_main(rank: int, hosts: namespaces.Hosts, path: str) -> None:
     found: dict[str, Any] = {
         "start": time.perf_counter() - started,
         "connections": connections(),
-        "bytes": own_bytes() - before,
+        "bytes": resident_bytes("RssAnon") - before,
         "threads": len(os.listdir("/proc/self/task")),
     }
     for nbytes in SIZES:
@@ -71,11 +71,6 @@ def rank_main(rank: int, hosts: namespaces.Hosts, path: str) -> None:
         found[str(nbytes)] = statistics.median(times[1:])
     Path(f"{path}.{rank}").write_text(json.dumps(found))
     dist.destroy_process_group()
-
-
-def own_bytes() -> int:
-    """Memory of this process that it does not share with the one it was forked from."""
-    return resident_bytes("RssAnon")
 
 
 def connections() -> int:

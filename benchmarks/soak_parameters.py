@@ -20,7 +20,6 @@ import multiprocessing
 import os
 import random
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -250,12 +249,6 @@ def run_start(plan: Plan, rank: int) -> None:
     assert (out == plan.size).all(), f"rank {rank} of {plan.size} sees {out}"
 
 
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
-
-
 def spawn(target: Callable[[Plan, int], None], plan: Plan, rank: int) -> BaseProcess:
     process = _context.Process(target=target, args=(plan, rank))
     process.start()
@@ -284,7 +277,7 @@ def starts(count: int) -> tuple[list[float], list[str]]:
     seconds, wrong = [], []
     for number in range(count):
         with tempfile.TemporaryDirectory() as folder:
-            plan = Plan(2 + number % 3, 1, free_port(), folder, delayed=False)
+            plan = Plan(2 + number % 3, 1, report.free_port(), folder, delayed=False)
             store = plan.store(master=True)
             started = time.monotonic()
             problems = joined([spawn(run_start, plan, rank) for rank in range(plan.size)])
@@ -314,7 +307,7 @@ def soak(seconds: float, nodes: int, members: int) -> Outcome:
     outcome = Outcome(seconds)
     chance = random.Random(1)
     with tempfile.TemporaryDirectory() as folder:
-        plan = Plan(nodes, members, free_port(), folder, delayed=True)
+        plan = Plan(nodes, members, report.free_port(), folder, delayed=True)
         for rank in range(plan.size):
             np.zeros((3, ROWS), dtype=np.int64).tofile(Path(folder) / f"{rank}.journal")
         store = plan.store(master=True)
