@@ -22,9 +22,9 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def commit() -> str:
-    """The commit whose code is measured; with ``-dirty`` if a file beside results differs."""
+    """The commit whose code is measured; with ``-dirty`` if a file differs, pages aside."""
     try:
-        changed = _git("status", "--porcelain", "-uno", "--", ".", ":!benchmarks/results")
+        changed = _git("status", "--porcelain", "-uno", "--", ".", ":!benchmarks/results", ":!docs")
         return _git("rev-parse", "--short=7", "HEAD") + ("-dirty" if changed else "")
     except (OSError, subprocess.CalledProcessError):  # not in a clone
         return "unknown"
