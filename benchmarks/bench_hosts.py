@@ -245,8 +245,8 @@ def main() -> None:
     ]
     notes = (
         f"all_reduce of {SIZE_BYTES >> 20} MiB float32, where nothing else is said, median of "
-        f"{rounds}, of {2 * rounds} where links are not limited; backends in turn, a barrier at the end. "
-        "4 x 25 MB are four at once, as DDP's buckets."
+        f"{rounds}, of {2 * rounds} where links are not limited; backends in turn, a barrier at "
+        "the end. 4 x 25 MB are four at once, as DDP's buckets."
     )
     others = []
     for key, times in run(Case("2 x 2", "aabb", 0), rounds, True).items():
