@@ -6,7 +6,7 @@ namespace torchrelay {
 
 int current_core() noexcept { return sched_getcpu(); }
 
-int better_core(const std::vector<int>& cores, int rank, const cpu_set_t& allowed) {
+int better_core(const std::vector<int>& cores, int rank, const cpu_set_t& allowed, bool to_empty) {
   const auto self = cores.begin() + rank;
   if (std::find(self + 1, cores.end(), *self) != cores.end()) return -1;
   const auto ranks_on = [&](int core) { return std::count(cores.begin(), cores.end(), core); };
@@ -14,7 +14,7 @@ int better_core(const std::vector<int>& cores, int rank, const cpu_set_t& allowe
   int best = -1;
   for (int core = 0; core < CPU_SETSIZE && fewest > 0; ++core) {
     if (!CPU_ISSET(core, &allowed)) continue;
-    if (const auto ranks = ranks_on(core); ranks > 0 && ranks < fewest) {
+    if (const auto ranks = ranks_on(core); (to_empty || ranks > 0) && ranks < fewest) {
       fewest = ranks;
       best = core;
     }

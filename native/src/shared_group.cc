@@ -256,7 +256,7 @@ void SharedGroup::arrive_and_wait(const Operation& operation) {
   if (head().failure.load(std::memory_order_relaxed) != 0) hear_failure(operation);
   const std::uint32_t target = ++step_;
   state(rank_).core.store(current_core(), std::memory_order_relaxed);
-  if (operation.patience.yield.count() > 0 && step_ % kStepsPerMove == 0) spread_out();
+  if (step_ % kStepsPerMove == 0) spread_out(operation.patience);
   state(rank_).arrived.advance(target);
   // First for those on this core, because they need it.
   for (const bool near_only : {true, false})
@@ -273,10 +273,13 @@ bool SharedGroup::shares_core(int peer) const noexcept {
          state(rank_).core.load(std::memory_order_relaxed);
 }
 
-void SharedGroup::spread_out() {
+void SharedGroup::spread_out(Patience patience) {
+  const bool are_more_than_cores = patience.yield.count() > 0;
+  if (!are_more_than_cores && patience.spin.count() == 0) return;  // it is not a user's thread that waits
   std::vector<int> cores;
   for (int r = 0; r < size(); ++r) cores.push_back(state(r).core.load(std::memory_order_relaxed));
-  if (const int core = better_core(cores, rank_, state(rank_).cores); core >= 0) move_to(core);
+  if (const int core = better_core(cores, rank_, state(rank_).cores, !are_more_than_cores); core >= 0)
+    move_to(core);
 }
 
 void SharedGroup::wait_for_rank(const Operation& operation, int peer, std::uint32_t target) {

@@ -159,7 +159,7 @@ class SharedGroup {
   void arrive_and_wait(const Operation& operation);
   // Whether the peer ran on this rank's core when it last arrived: then a waiting rank must yield.
   bool shares_core(int peer) const noexcept;
-  void spread_out();
+  void spread_out(Patience patience);
   void wait_for_rank(const Operation& operation, int peer, std::uint32_t target);
   void hear_failure(const Operation& operation);
   bool claim_failure() noexcept;
