@@ -34,7 +34,6 @@ enum verdict { CONSUMED, MULTICAST, UNICAST, DUPLICATE, STALE, REJECTED };
 // What this program counts beyond SwitchStat.
 enum {
   kCoalesced = kNumSwitchStats,
-  kProbes,  // that came back
   kNumStats
 };
 
@@ -44,14 +43,6 @@ struct header {
   __be32 tsi;
   __be16 index;
   __s8 exponents[2];
-} __attribute__((packed));
-
-struct arp {
-  __u8 fixed[6];
-  __be16 operation;
-  __u8 sender[10];
-  __u8 target_mac[6];
-  __be32 target_ip;
 } __attribute__((packed));
 
 struct source {
@@ -312,11 +303,6 @@ int torchrelay_switch(struct xdp_md* context) {
   struct header* header = (void*)(udp + 1);
   __s32* payload = (void*)(header + 1);
   if ((void*)(udp + 1) > end) return XDP_PASS;
-  if (eth->h_proto == bpf_htons(ETH_P_ARP)) {
-    const struct arp* arp = (void*)(eth + 1);
-    if (arp->operation == bpf_htons(2) && arp->target_ip == 0) count(kProbes);
-    return XDP_PASS;
-  }
   if (eth->h_proto != bpf_htons(ETH_P_IP) || ip->protocol != IPPROTO_UDP) return XDP_PASS;
   if ((ip->frag_off & bpf_htons(0x1FFF)) != 0) return XDP_PASS;  // a later fragment: it has no UDP header
   const struct udphdr* real_udp = (void*)ip + ip->ihl * 4;
@@ -464,16 +450,6 @@ int torchrelay_port(struct xdp_md* context) {
   udp->dest = slot->ports[(index >> 15) & 1][worker->rank & 63];
   count_for(session, kSent);
   return XDP_PASS;
-}
-
-// Runs on the control plane's probes: sends one out of the port whose index stands behind its ARP message.
-// The answer, to the IP address 0, shows that frames which leave through XDP arrive.
-SEC("xdp")
-int torchrelay_probe(struct xdp_md* context) {
-  void* data = (void*)(long)context->data;
-  const __u32* port = data + sizeof(struct ethhdr) + sizeof(struct arp);
-  if ((void*)(port + 1) > (void*)(long)context->data_end) return XDP_DROP;
-  return bpf_redirect_map(&ports, *port, 0);
 }
 
 const char kLicense[] SEC("license") = "Dual BSD/GPL";

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from torchrelay import _native, transport
 from torchrelay._addresses import listen_at
@@ -17,6 +16,8 @@ __all__ = ["hosts_of", "open_between", "open_group", "open_local"]
 
 _LINE_BYTES = 64  # two ranks do not write to one cache line
 _INLINE_BYTES = 256
+_MAILBOX_BYTES = 128 * 1024  # between each pair of ranks, for messages
+_YIELD_S = 200e-6  # how long a rank polls and yields after it has spun, if ranks outnumber cores
 
 
 def hosts_of(identities: Sequence[str]) -> tuple[tuple[int, ...], ...]:
@@ -44,7 +45,7 @@ def open_local(ranks: Ranks, timeout_s: float, settings: Aggregation) -> Communi
     """
     if ranks.rank == 0:
         memory = _native.Communicator.create_segment(
-            ranks.size, settings.slot_bytes, settings.one_shot_bytes, settings.mailbox_bytes
+            ranks.size, settings.slot_bytes, settings.one_shot_bytes, _MAILBOX_BYTES
         )
         segment = Segment(memory)
         ranks.announce("segment", segment.address)
@@ -56,7 +57,7 @@ def open_local(ranks: Ranks, timeout_s: float, settings: Aggregation) -> Communi
         ranks.rank,
         ranks.names,
         spin_s=settings.spin_us * 1e-6,
-        yield_s=settings.oversubscribed_yield_us * 1e-6,
+        yield_s=_YIELD_S,
     )
     ranks.announce("joined")
     ranks.wait("joined", timeout_s)  # from here on the native core detects deaths
@@ -75,34 +76,33 @@ def open_between(
     *,
     inline_bytes: int = _INLINE_BYTES,
     on_failure: Callable[[], None] = lambda: None,
-    more: Mapping[str, Any] | None = None,
-) -> tuple[HostCommunicator, list[dict[str, Any]]]:
-    """Return the communicator of the ranks of several hosts, and ``more`` of each. Collective.
+    agreed: Mapping[str, str] | None = None,
+) -> HostCommunicator:
+    """Return the communicator of the ranks of several hosts. Collective.
 
     Args:
         local: of the ranks of this host; used by the result alone from now on.
         address: at which the other hosts reach this one.
         inline_bytes: of the payload in each rank's record; see ``host_collectives.h``.
         on_failure: called once if the group breaks, in any thread.
-        more: what the ranks exchange beside; anything that JSON can hold.
+        agreed: what else must be equal on all ranks, described for messages.
 
     Raises:
-        MismatchError: the ranks have different keys; on every rank.
+        MismatchError: the ranks have different keys, or did not agree; on every rank.
         OperationTimeoutError: a rank did not join within ``timeout_s``.
         UnavailableError: there is a key, but no libssl.
     """
     key = transport.read_key(sockets)
     encryption = transport.encryption(key)
     here = next(len(each) for each in hosts if ranks.rank in each)
-    names = {f"the key ({transport.KEY_VARIABLES})": transport.key_name(key)}
-    ranks.agree("key", names, timeout_s, "groups")
+    mine = {f"the key ({transport.KEY_VARIABLES})": transport.key_name(key), **(agreed or {})}
+    ranks.agree("settings", mine, timeout_s, "groups")
     with listen_at(address) as listener:
         about = {
             "address": listener.getsockname()[:2],
             "token": secrets.token_hex(transport.TOKEN_BYTES),
             "chunk_bytes": settings.chunk_bytes,
             "share_bytes": min(settings.chunk_bytes, settings.slot_bytes // here),
-            **(more or {}),
         }
         abouts = ranks.gather("hosts", about, timeout_s)
         share_bytes = min(each["share_bytes"] for each in abouts) // _LINE_BYTES * _LINE_BYTES
@@ -111,7 +111,7 @@ def open_between(
             local.report(failure.message, failure.ranks, failure.timed_out)
             on_failure()
 
-        communicator = _native.HostCommunicator(
+        return _native.HostCommunicator(
             ranks.rank,
             ranks.names,
             [(each["address"][0], each["address"][1]) for each in abouts],
@@ -125,7 +125,6 @@ def open_between(
             local,
             report,
         )
-    return communicator, abouts
 
 
 def open_group(
@@ -145,4 +144,4 @@ def open_group(
     local = open_local(ranks.among(here), timeout_s, settings)
     if len(hosts) == 1:
         return local
-    return open_between(ranks, hosts, local, sockets, address, timeout_s, settings)[0]
+    return open_between(ranks, hosts, local, sockets, address, timeout_s, settings)

@@ -118,6 +118,9 @@ def parse_value(text: str, field: dataclasses.Field[Any], origin: str) -> Any:
 
 def check_value(value: Any, field: dataclasses.Field[Any], origin: str) -> None:
     """Raise :class:`ConfigError` if ``value`` is not allowed for ``field``."""
+    kind = type(field.default)
+    if type(value) is not kind and not (kind is float and type(value) is int):
+        raise ConfigError(f"{origin} = {value!r}: the value must be {_expected(kind)}")
     allowed, minimum = field.metadata["allowed"], field.metadata["minimum"]
     if allowed and value not in allowed:
         raise ConfigError(
@@ -157,10 +160,8 @@ def load(
             raise ConfigError(
                 f"{origin} has the unknown key {key}; known are {', '.join(sorted(named))}"
             )
-        kind = type(named[key].default)
-        if type(value) is not kind and not (kind is float and type(value) is int):
-            raise ConfigError(f"{origin} {key} = {value!r}: the value must be {_expected(kind)}")
         check_value(value, named[key], f"{origin} {key}")
+        kind: type[Any] = type(named[key].default)
         values[key] = kind(value)
     values |= {
         f.name: parse_value(environ[key], f, key) for key, f in fields.items() if key in environ
@@ -250,9 +251,6 @@ class Aggregation(Section, name="aggregation"):
     one_shot_bytes: int = setting(
         64 * 1024, "an all-reduce takes one step if a rank reads at most this much of the others"
     )
-    mailbox_bytes: int = setting(
-        128 * 1024, "size of the buffer between each pair of ranks for send and recv", minimum=4096
-    )
     chunk_bytes: int = setting(
         1 << 20,
         "size of the pieces of messages between hosts: while one is sent, the next is summed in "
@@ -262,18 +260,12 @@ class Aggregation(Section, name="aggregation"):
     switch: str = setting(
         "",
         "host or host:port of the aggregation switch through which hosts sum: all_reduce with SUM "
-        "or AVG of int32, float32, float16 and bfloat16. Empty: hosts use TCP only, or the switch "
-        "of the controller",
+        "or AVG of int32, float32, float16 and bfloat16. Empty: hosts use TCP only",
     )
-    controller_ip: str = setting(
-        "",
-        "host of a switch's controller, which returns the switch's address (gRPC)",
-    )
-    controller_port: int = setting(50099, "port of the controller", minimum=1)
     unencrypted_switch: bool = setting(
         False,
-        "use the switch, and its controller, also if there is a key: what goes through them is not "
-        "encrypted, because a switch adds integers that it must read",
+        "use the switch also if there is a key: what goes through it is not encrypted, because a "
+        "switch adds integers that it must read",
     )
     exact: bool = setting(
         False,
@@ -297,9 +289,6 @@ class Aggregation(Section, name="aggregation"):
         100, "the threshold grows by this each time it is reached"
     )
     spin_us: int = setting(50, "how long a waiting rank spins before it sleeps")
-    oversubscribed_yield_us: int = setting(
-        200, "how long it then polls and yields, if there are more ranks than cores"
-    )
     dummy_bandwidth: float = setting(
         0.0, "bandwidth that the dummy data plane simulates; 0: unlimited", unit="Mbit/s"
     )
@@ -476,7 +465,6 @@ class TransportSettings(Section, name="transport"):
         minimum=0.1,
     )
     max_message_bytes: int = setting(1 << 30, "size limit of one message", minimum=1)
-    linger_s: float = setting(1.0, "how long closing waits for unsent messages")
     interface: str = setting(
         "",
         "address or network device at which other hosts reach this one, or several, separated by "

@@ -127,5 +127,4 @@ def network(
         max_message_bytes=settings.max_message_bytes,
         local_sockets=settings.local_sockets,
         peer_timeout_s=settings.peer_timeout_s,
-        linger_s=settings.linger_s,
     )

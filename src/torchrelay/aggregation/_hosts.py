@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import secrets
 import threading
 from typing import TYPE_CHECKING
 
@@ -14,18 +13,11 @@ import torch
 
 from torchrelay import _native, _torch, config
 from torchrelay._addresses import address_for_peers
-from torchrelay._communicators import open_between
+from torchrelay._communicators import hosts_of, open_between
 from torchrelay.aggregation._dtypes import NATIVE
-from torchrelay.aggregation._placement import Placement
 from torchrelay.aggregation._plane import LinkStats, Op, PlaneStats
 from torchrelay.aggregation._shm import NativePlane, ShmPlane
-from torchrelay.aggregation._switch_transport import (
-    SwitchTransport,
-    check_agreement,
-    is_used,
-    join,
-    terms,
-)
+from torchrelay.aggregation._switch_transport import SwitchTransport, join, terms
 from torchrelay.config import Aggregation
 from torchrelay.errors import ConfigError
 from torchrelay.transport import read_key
@@ -58,9 +50,9 @@ class HostsPlane(NativePlane):
         PeerLostError: a rank died meanwhile.
         UnavailableError: a rank cannot be reached from other hosts, or the switch does not answer;
             on every rank.
-        ConfigError: the ranks have different settings for the switch, or there is a key, which does
-            not encrypt what goes through a switch; on every rank.
-        MismatchError: the ranks have different keys; on every rank.
+        ConfigError: there is a key, which does not encrypt what goes through a switch; on every
+            rank.
+        MismatchError: the ranks have different keys, or settings for the switch; on every rank.
     """
 
     name = "hosts"
@@ -69,52 +61,50 @@ class HostsPlane(NativePlane):
     def __init__(
         self, meeting: Meeting, store: Store, timeout_s: float, settings: Aggregation
     ) -> None:
-        self._rank, self._names = meeting.rank, meeting.names
-        self._at = Placement.of(meeting.rank, [process.host for process in meeting.processes])
+        self._hosts = hosts_of([process.host for process in meeting.processes])
         sockets = config.load(config.TransportSettings)
-        address = self._address(meeting, store, timeout_s, sockets.interface)
-        self._shm = ShmPlane(meeting.among(self._at.local), timeout_s, settings)
+        address = address_for_peers(
+            lambda step, mine: meeting.gather(step, mine, timeout_s),
+            f"sml, {meeting.name}",
+            _torch.store_host(store),
+            sockets.interface,
+        )
+        here = next(ranks for ranks in self._hosts if meeting.rank in ranks)
+        self._shm = ShmPlane(meeting.among(here), timeout_s, settings)
         self._origin, self._closing = _native.Origin(), threading.Lock()
         self._switch: SwitchTransport | None = None
-        self.native, abouts = open_between(
+        self.native = open_between(
             meeting,
-            self._at.hosts,
+            self._hosts,
             self._shm.native,
             sockets,
             address,
             timeout_s,
             settings,
-            inline_bytes=_inline_bytes(meeting.size, is_used(settings)),
+            inline_bytes=_inline_bytes(meeting.size, bool(settings.switch)),
             on_failure=self._wake,
-            more={"session_id": secrets.randbits(64), "terms": terms(settings)},
+            agreed={"the use of a switch": terms(settings)},
         )
         try:
-            check_agreement([each["terms"] for each in abouts], self._rank, self._names)
-            if is_used(settings) and read_key(sockets) and not settings.unencrypted_switch:
+            if settings.switch and read_key(sockets) and not settings.unencrypted_switch:
                 raise ConfigError(
                     f"{meeting.name}, sml: there is a key, but a switch adds integers that it must "
                     "read, so what goes through it is not encrypted; use none, or allow it with "
                     "TORCHRELAY_AGGREGATION_UNENCRYPTED_SWITCH=1"
                 )
-            if is_used(settings):
-                client = join(meeting, self._at, settings, abouts[0]["session_id"], timeout_s)
+            if settings.switch:
+                leaders = [ranks[0] for ranks in self._hosts]
+                client = join(meeting, leaders, settings, timeout_s)
                 check = functools.partial(self._shm.native.check, "waiting for other hosts")
                 self._switch = SwitchTransport(
-                    self._at, self._names, settings, client, self.native, check
+                    leaders, meeting.names, settings, client, self.native, check
                 )
             self.barrier(timeout_s, True)
         except BaseException:
             self.close()
             raise
-        self._log()
-
-    def _address(self, meeting: Meeting, store: Store, timeout_s: float, interface: str) -> str:
-        return address_for_peers(
-            lambda step, mine: meeting.gather(step, mine, timeout_s),
-            f"sml, rank {self._names[self._rank]}",
-            _torch.store_host(store),
-            interface,
-        )
+        if meeting.rank == 0:
+            self._log()
 
     def all_reduce(
         self, tensor: torch.Tensor, op: Op, timeout_s: float, block: bool
@@ -162,14 +152,13 @@ class HostsPlane(NativePlane):
             self._switch.close()
 
     def _log(self) -> None:
-        switch = "" if self._switch is None else self._switch.reason
-        if self._rank == 0:
-            _logger.info(
-                "sml: %s ranks on %d hosts: shared memory within each; between them %s",
-                " + ".join(str(len(ranks)) for ranks in self._at.hosts),
-                len(self._at.hosts),
-                f"{switch}, TCP for the rest" if switch else "TCP (no switch is configured)",
-            )
+        switch = self._switch
+        _logger.info(
+            "sml: %s ranks on %d hosts: shared memory within each; between them %s",
+            " + ".join(str(len(ranks)) for ranks in self._hosts),
+            len(self._hosts),
+            f"{switch.reason}, TCP for the rest" if switch else "TCP (no switch is configured)",
+        )
 
 
 def _inline_bytes(ranks: int, has_switch: bool) -> int:

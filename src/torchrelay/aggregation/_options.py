@@ -26,7 +26,7 @@ _REPLACED = ("dpdk", "rdma")
 
 @dataclasses.dataclass
 class _Checked:
-    """Keys of the file that set nothing but ``backend``: torch knows the ranks."""
+    """Keys of the file that set nothing but ``backend``: torch knows the ranks and has a store."""
 
     rank: int = setting(0, "", minimum=0)
     num_workers: int = setting(0, "", minimum=0)
@@ -34,12 +34,14 @@ class _Checked:
     scheduler: str = setting("fifo", "", allowed=("fifo",))
     prepostprocessor: str = setting("bypass", "", allowed=("cpu_exponent_quantizer", "bypass"))
     instant_job_completion: bool = setting(False, "")
+    controller_port: int = setting(50099, "", minimum=1)
 
 
 _CHECKED = {field.name: field for field in dataclasses.fields(_Checked)}
 
-# The settings of a key, where the names differ; a key of [backend.dummy] sets dummy_KEY.
-_RENAMED = {"timeout": "packet_timeout_s"}  # in ms
+# The settings of a key, where the names differ; a key of [backend.dummy] sets dummy_KEY. `timeout`
+# is in ms; the switch of SwitchML's workers runs on the host of its controller.
+_RENAMED = {"timeout": "packet_timeout_s", "controller_ip": "switch"}
 _KEYS = {
     "general": (*_CHECKED, *_RENAMED, *_FIELDS),
     "backend.dummy": ("bandwidth", "process_packets"),
@@ -50,14 +52,8 @@ _SECTIONS = (*_KEYS, *(f"backend.{name}" for name in _REPLACED))
 class _Checks:
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            kind = type(_FIELDS[name].default)
-            if value is None:
-                continue
-            if not isinstance(value, (int, float) if kind is float else kind):
-                raise ConfigError(
-                    f"Options({name}={value!r}): the value must be of type {kind.__name__}"
-                )
-            check_value(value, _FIELDS[name], f"Options({name}=...)")
+            if value is not None:
+                check_value(value, _FIELDS[name], f"Options: {name}")
 
 
 _PartialSettings: Any = dataclasses.make_dataclass(
@@ -133,7 +129,8 @@ def _read(path: Path) -> dict[str, Any]:
                 f"{path}: no such section [{section}]; there are {', '.join(_SECTIONS)}"
             )
         for key, text in parser.items(section):
-            values.update(_setting(section, key, text, f"{path}, [{section}] {key}"))
+            found = _setting(section, key, text, f"{path}, [{section}] {key}")
+            values = {**found, **values} if key == "controller_ip" else {**values, **found}
     return values
 
 

@@ -12,13 +12,10 @@ import torch
 
 from torchrelay._native import Failure, HostCommunicator
 from torchrelay._waiting import listed
-from torchrelay.aggregation._placement import Placement
 from torchrelay.aggregation._plane import LinkStats, Op
 from torchrelay.aggregation.switch._client import SwitchClient
-from torchrelay.aggregation.switch._controller_client import switch_of_controller
 from torchrelay.config import Aggregation
 from torchrelay.errors import (
-    ConfigError,
     OperationTimeoutError,
     PeerLostError,
     TorchRelayError,
@@ -26,25 +23,22 @@ from torchrelay.errors import (
 )
 from torchrelay.world import Meeting
 
-__all__ = ["SwitchTransport", "check_agreement", "is_used", "join", "terms"]
+__all__ = ["SwitchTransport", "join", "terms"]
 
 _INTEGERS = (torch.int32,)
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _WINDOWS_PER_PIECE = 32  # before float32 data a window of packets goes that carry exponents only
 _ANSWER_S = 30.0
-_LEAST_ANSWER_S = 1.0
 _POLL_S = 0.1
 _STOP_S = 10.0
 _DONE_S = 1.0  # a leader that is gone may have done its part
 
 
-def terms(settings: Aggregation) -> dict[str, object]:
-    """Return the settings that must be equal on all ranks.
+def terms(settings: Aggregation) -> str:
+    """Return what must be equal on all ranks, as text.
 
     The address may differ: a switch may have one for each host.
     """
-    if not is_used(settings):
-        return {"switch": False}
     names = (
         "exact",
         "num_worker_threads",
@@ -52,60 +46,30 @@ def terms(settings: Aggregation) -> dict[str, object]:
         "packet_numel",
         "unencrypted_switch",
     )
-    return {"switch": True, **{name: getattr(settings, name) for name in names}}
-
-
-def is_used(settings: Aggregation) -> bool:
-    """Return whether hosts sum through a switch."""
-    return bool(settings.switch or settings.controller_ip)
-
-
-def check_agreement(
-    all_terms: Sequence[dict[str, object]], rank: int, names: Sequence[int]
-) -> None:
-    """Compare the ranks' :func:`terms`.
-
-    Raises:
-        ConfigError: they differ; the same on every rank.
-    """
-    for other, theirs in enumerate(all_terms):
-        if theirs != all_terms[0]:
-            raise ConfigError(
-                f"rank {names[rank]}, sml: the ranks have different settings for the switch: rank "
-                f"{names[0]} has {_as_text(all_terms[0])}, rank {names[other]} {_as_text(theirs)}; "
-                "give all hosts the same Options, TORCHRELAY_AGGREGATION_* variables or "
-                "switchml.cfg"
-            )
-
-
-def _as_text(of_rank: dict[str, object]) -> str:
-    if not of_rank["switch"]:
-        return "no switch"
-    return "a switch with " + ", ".join(
-        f"{key} = {value}" for key, value in of_rank.items() if key != "switch"
-    )
+    values = ", ".join(f"{name}={getattr(settings, name)}" for name in names)
+    return f"with {values}" if settings.switch else "off"
 
 
 def join(
-    meeting: Meeting, placement: Placement, settings: Aggregation, session_id: int, timeout_s: float
+    meeting: Meeting, leaders: Sequence[int], settings: Aggregation, timeout_s: float
 ) -> SwitchClient | None:
     """Join a session of all hosts' leaders; collective over all ranks, blocks.
-
-    Args:
-        session_id: 64 random bits, equal on all ranks.
 
     Returns a client on the leaders, None on other ranks.
 
     Raises:
-        UnavailableError: the switch or its controller does not answer a leader within half a
-            minute, or refuses; raised on every rank.
+        UnavailableError: the switch does not answer a leader within half a minute, or refuses;
+            raised on every rank.
         OperationTimeoutError, PeerLostError: a leader is late or was lost.
     """
     client, trouble = None, ""
     answer_s = min(timeout_s, _ANSWER_S)
-    if placement.rank in placement.leaders:
+    if meeting.rank in leaders:
+        session_id, worker = int(meeting.attempt, 16), leaders.index(meeting.rank)
         try:
-            client = _connect(placement, settings, session_id, answer_s)
+            client = SwitchClient(
+                settings.switch, worker, len(leaders), session_id, settings, answer_s
+            )
         except TorchRelayError as error:
             trouble = str(error)
     try:
@@ -123,19 +87,6 @@ def join(
     return client
 
 
-def _connect(
-    placement: Placement, settings: Aggregation, session_id: int, timeout_s: float
-) -> SwitchClient:
-    """Return this leader's worker."""
-    deadline_s = time.monotonic() + timeout_s
-    switch = settings.switch or switch_of_controller(
-        f"{settings.controller_ip}:{settings.controller_port}", timeout_s
-    )
-    left_s = max(_LEAST_ANSWER_S, deadline_s - time.monotonic())
-    workers = len(placement.hosts)
-    return SwitchClient(switch, placement.host, workers, session_id, settings, left_s)
-
-
 class SwitchTransport:
     """Sums and averages of int32 and float32, and of float16 and bfloat16 as float32, to all hosts.
 
@@ -143,6 +94,7 @@ class SwitchTransport:
     is quantized; see :meth:`torchrelay.aggregation.switch.SwitchClient.all_reduce`.
 
     Args:
+        leaders: of the hosts, in the order of the switch's workers.
         names: the ranks as users know them.
         client: on a leader; owned from now on.
         messages: of the same ranks; the switch does not know who is lost, they do.
@@ -151,14 +103,14 @@ class SwitchTransport:
 
     def __init__(
         self,
-        placement: Placement,
+        leaders: Sequence[int],
         names: Sequence[int],
         settings: Aggregation,
         client: SwitchClient | None,
         messages: HostCommunicator,
         check: Callable[[], None],
     ) -> None:
-        self._at, self._names = placement, names
+        self._leaders, self._names = leaders, names
         self._client = client
         self._messages, self._check = messages, check
         self._dtypes = _INTEGERS if settings.exact else (*_INTEGERS, *_FLOATS)
@@ -166,11 +118,7 @@ class SwitchTransport:
         window_bytes = settings.max_outstanding_packets * settings.packet_numel * 4
         self.piece_bytes = _WINDOWS_PER_PIECE * window_bytes
         self._sent_bytes, self._waited_s = 0, 0.0
-        self.address = (
-            client.switch
-            if client is not None
-            else settings.switch or f"the switch of controller {settings.controller_ip}"
-        )
+        self.address = settings.switch if client is None else client.switch
 
     @property
     def reason(self) -> str:
@@ -205,7 +153,8 @@ class SwitchTransport:
                 return Failure(str(error), list(getattr(error, "ranks", ())), is_late)
             self._sent_bytes += wide.nbytes
             if op is Op.AVG:
-                _divide(wide, self._at.size)
+                rounding = None if wide.is_floating_point() else "trunc"
+                wide.div_(len(self._names), rounding_mode=rounding)
             if wide is not piece:
                 piece.copy_(wide)
             return None
@@ -246,7 +195,7 @@ class SwitchTransport:
         try:
             while not self._is_done(job, _POLL_S):
                 self._check()
-                lost = self._messages.lost(self._at.leaders)
+                lost = self._messages.lost(self._leaders)
                 if lost is not None and not self._is_done(job, _DONE_S):
                     raise PeerLostError(lost.message, ranks=lost.ranks)
         except BaseException:
@@ -266,18 +215,10 @@ class SwitchTransport:
 
     def _name_missing(self, error: OperationTimeoutError) -> OperationTimeoutError:
         """Translate the workers that a switch waits for to ranks."""
-        leaders = [self._at.leaders[worker] for worker in error.ranks]
+        leaders = [self._leaders[worker] for worker in error.ranks]
         if not leaders:
             return error
         ranks = [self._names[leader] for leader in leaders]
         named = Failure(f"{error}: {listed('rank', ranks)}", ranks, True)
         failure = self._messages.with_host(named, leaders[0])
         return OperationTimeoutError(failure.message, ranks=failure.ranks)
-
-
-def _divide(tensor: torch.Tensor, ranks: int) -> None:
-    """Divide in place; integers round towards zero."""
-    if tensor.is_floating_point():
-        tensor.div_(ranks)
-    else:
-        tensor.copy_(torch.div(tensor, ranks, rounding_mode="trunc"))

@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import signal
-import sys
-import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable
 from enum import Enum
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console, Group
+from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
@@ -20,9 +19,10 @@ from torchrelay.errors import ConfigError
 
 if TYPE_CHECKING:
     from torchrelay.aggregation.switch import DataPlane, SwitchServer, SwitchStats, Uplink
-    from torchrelay.metrics import Endpoint
 
 __all__ = ["switch"]
+
+_INTERVAL_S = 1.0  # between two looks at the statistics
 
 
 class PlaneKind(str, Enum):
@@ -35,9 +35,8 @@ class PlaneKind(str, Enum):
 class XdpMode(str, Enum):
     """How the kernel runs the XDP program."""
 
-    auto = "auto"
-    native = "native"
     generic = "generic"
+    native = "native"
 
 
 def switch(
@@ -52,9 +51,8 @@ def switch(
         "", help="xdp: the network interfaces, one worker each: eth1,eth2."
     ),
     mode: Annotated[
-        XdpMode,
-        typer.Option(help="xdp: auto uses generic if native is unsupported or does not deliver."),
-    ] = XdpMode.auto,
+        XdpMode, typer.Option(help="xdp: native runs in the driver, if that supports it.")
+    ] = XdpMode.generic,
     uplink: str = typer.Option(
         "", help="udp: the switch above this one, HOST or HOST:PORT; needs --rack."
     ),
@@ -76,32 +74,20 @@ def switch(
         -1, help="Serve Prometheus metrics there, on 127.0.0.1; 0 is any."
     ),
     json_lines: bool = typer.Option(
-        False, "--json", help="One line of JSON each interval, and at the end."
+        False, "--json", help="One line of JSON each second, and at the end."
     ),
-    interval_s: float = typer.Option(1.0, min=0.05, help="Between two looks at the statistics."),
-    drop_ingress: float = typer.Option(
-        0.0, help="udp, for tests: the probability that a packet is lost."
-    ),
-    drop_egress: float = typer.Option(0.0, help="udp, for tests: the same for a result."),
-    drop_seed: int = typer.Option(0, help="udp, for tests: of these losses."),
 ) -> None:
     """Run a switch that sums what the workers of each session send it, until SIGINT or SIGTERM.
 
     Nothing is encrypted: run it in a network you trust.
     """
-    from torchrelay.aggregation.switch import (  # noqa: PLC0415 - imports torch
-        Controller,
-        SwitchServer,
-        UdpDataPlane,
-    )
+    from torchrelay.aggregation.switch import Controller, SwitchServer, UdpDataPlane  # noqa: PLC0415 - imports torch
 
     plane: DataPlane
     if data_plane == PlaneKind.xdp:
-        plane = _xdp(interfaces, mode, port, drop_ingress + drop_egress)
+        plane = _xdp(interfaces, mode, port)
     else:
-        plane = UdpDataPlane(
-            address, port, drop_ingress=drop_ingress, drop_egress=drop_egress, drop_seed=drop_seed
-        )
+        plane = UdpDataPlane(address, port)
     networks = [network for network in allow.split(",") if network]
     if uplink and controller_port >= 0:
         raise ConfigError(
@@ -119,33 +105,26 @@ def switch(
             )
         )
         start = {"switch": server.address, "data_plane": plane.name}
-        services: list[SwitchServer | Controller] = [server]
         if controller_port >= 0:
             controller = Controller(server, controller_address, controller_port)
             start["controller"] = stack.enter_context(controller).address
-            services.append(controller)
         if metrics_port >= 0:
-            port = stack.enter_context(_metrics(server, metrics_port)).port
-            start["metrics"] = f"http://127.0.0.1:{port}/metrics"
-        with _stop_signals() as stop:
-
-            def is_on() -> bool:
-                """Wait for an interval; whether to go on. Raises if a service has ended."""
-                for service in services:
-                    service.check()
-                return not stop.wait(interval_s)
-
-            report = _report_json if json_lines else _report_table
-            report(server, start, is_on, interval_s)
+            start["metrics"] = _serve_metrics(stack, server, metrics_port)
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        show = _json_printer(start) if json_lines else _live_table(stack, start)
+        with contextlib.suppress(KeyboardInterrupt):
+            while True:
+                server.check()
+                show(server.stats())
+                time.sleep(_INTERVAL_S)
+        show(server.stats())
 
 
-def _xdp(interfaces: str, mode: XdpMode, port: int, drop: float) -> DataPlane:
+def _xdp(interfaces: str, mode: XdpMode, port: int) -> DataPlane:
     from torchrelay.aggregation.switch import XdpDataPlane  # noqa: PLC0415
 
-    if not interfaces or drop:
-        raise ConfigError(
-            "switch --data-plane xdp needs --interfaces, and has no drop probabilities"
-        )
+    if not interfaces:
+        raise ConfigError("switch --data-plane xdp needs --interfaces")
     return XdpDataPlane(interfaces.split(","), port, mode=mode.value)
 
 
@@ -158,79 +137,51 @@ def _uplink(switch: str, rack: str) -> Uplink | None:
     return Uplink(switch, int(index), int(num_racks)) if switch else None
 
 
-def _metrics(server: SwitchServer, port: int) -> Endpoint:
+def _serve_metrics(stack: contextlib.ExitStack, server: SwitchServer, port: int) -> str:
+    """Serve the statistics until the stack ends; return where."""
     from torchrelay import _telemetry, metrics  # noqa: PLC0415
     from torchrelay.aggregation.switch._metrics import samples  # noqa: PLC0415
 
     _telemetry.publish(lambda: samples(server.stats()))
-    return metrics.serve(port)
+    return f"http://127.0.0.1:{stack.enter_context(metrics.serve(port)).port}/metrics"
 
 
-@contextlib.contextmanager
-def _stop_signals() -> Iterator[threading.Event]:
-    """Return an event that SIGINT and SIGTERM set, instead of their handlers."""
-    stop = threading.Event()
-    before = {
-        number: signal.signal(number, lambda *_: stop.set())
-        for number in (signal.SIGINT, signal.SIGTERM)
-    }
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _report_json(
-    server: SwitchServer, start: dict[str, str], is_on: Callable[[], bool], interval_s: float
-) -> None:
+def _json_printer(start: dict[str, str]) -> Callable[[SwitchStats], None]:
     from torchrelay.aggregation.switch._metrics import as_dict  # noqa: PLC0415
 
     print(json.dumps(start), flush=True)
-    while is_on():
-        print(json.dumps(as_dict(server.stats())), flush=True)
-    print(json.dumps({**as_dict(server.stats()), "final": True}), flush=True)
+    return lambda stats: print(json.dumps(as_dict(stats)), flush=True)
 
 
-def _report_table(
-    server: SwitchServer, start: dict[str, str], is_on: Callable[[], bool], interval_s: float
-) -> None:
+def _live_table(
+    stack: contextlib.ExitStack, start: dict[str, str]
+) -> Callable[[SwitchStats], None]:
+    """Return what updates a table in the terminal; elsewhere only the last one is printed."""
     console = Console()
     console.print(", ".join(f"{name} {value}" for name, value in start.items()), soft_wrap=True)
-    sys.stdout.flush()
-    last = server.stats()
-    with Live(console=console, auto_refresh=False, transient=True) as live:
-        while is_on():
-            stats = server.stats()
-            if console.is_terminal:
-                live.update(
-                    _view(stats, (stats.counts["received"] - last.counts["received"]) / interval_s),
-                    refresh=True,
-                )
-            last = stats
-    console.print(_view(server.stats(), None))
+    console.file.flush()
+    live = stack.enter_context(Live(console=console, auto_refresh=False))
+    return lambda stats: live.update(_view(stats), refresh=True)
 
 
-def _view(stats: SwitchStats, packets_per_s: float | None) -> Group:
-    """Return the tables: packets by session, and what was dropped."""
-    rate = "" if packets_per_s is None else f", {packets_per_s:,.0f} packets/s"
-    title = f"{stats.data_plane} switch {stats.address}:{stats.port}{rate}"
+def _view(stats: SwitchStats) -> Table:
+    """Return a table of packets by session; what was dropped is below."""
     from torchrelay import _native  # noqa: PLC0415
 
     names, num_columns = list(_native.switch_stats()), _native.SWITCH_NUM_SESSION_STATS
     columns, others = names[:num_columns], names[num_columns:]
-    sessions = Table("session", "workers", "idle", *columns, "sent again by", title=title)
+    table = Table(
+        *("session", "workers", "idle", *columns, "sent again by"),
+        title=f"{stats.data_plane} switch {stats.address}:{stats.port}",
+        caption=", ".join(f"{name} {stats.counts[name]:,}" for name in others),
+    )
     for index, session in enumerate(stats.sessions):
         again = ", ".join(
             f"{rank}: {worker.retransmissions}"
             for rank, worker in enumerate(session.workers)
             if worker.retransmissions
         )
-        counts = [f"{session.counts[name]:,}" for name in columns]
-        sessions.add_row(
-            str(index), str(session.shape.num_workers), f"{session.idle_s:.0f} s", *counts, again
-        )
-    sessions.add_row("all", "", "", *(f"{stats.counts[name]:,}" for name in columns), "")
-    trouble = Table(*others)
-    trouble.add_row(*(f"{stats.counts[name]:,}" for name in others))
-    return Group(sessions, trouble)
+        place = str(index), str(session.shape.num_workers), f"{session.idle_s:.0f} s"
+        table.add_row(*place, *(f"{session.counts[name]:,}" for name in columns), again)
+    table.add_row("all", "", "", *(f"{stats.counts[name]:,}" for name in columns), "")
+    return table

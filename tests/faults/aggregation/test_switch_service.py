@@ -144,7 +144,9 @@ def test_limits_and_networks() -> None:
         SwitchServer(UdpDataPlane(port=0), max_sessions=1) as server,
         SwitchClient(server.address, 0, 1, 1, SMALL) as client,
     ):
-        with pytest.raises(UnavailableError, match=r"not admitted worker 0 within 5 s: .* idle"):
+        with pytest.raises(
+            UnavailableError, match=r"not admitted within 5 s: .* may use a quarter"
+        ):
             SwitchClient(server.address, 0, 1, 2, SMALL, timeout_s=5.0)  # for an answer in time
         client.all_reduce(torch.ones(1))
 
@@ -249,9 +251,7 @@ class Command:
 
 def test_the_command_and_the_loss_of_its_process() -> None:
     port = str(free_port())  # nobody else is given it while the command is restarted
-    command = Command(
-        "--port", port, "--metrics-port", "0", "--drop-egress", "0.05", "--interval-s", "0.05"
-    )
+    command = Command("--port", port, "--metrics-port", "0")
     try:
         address = command.start["switch"]
         clients = at_once(2, lambda rank: SwitchClient(address, rank, 2, 1, SMALL))
@@ -275,7 +275,6 @@ def test_the_command_and_the_loss_of_its_process() -> None:
             again.all_reduce(tensors[0])
         last = command.end(signal.SIGTERM)[-1]
         assert command.process.returncode == 0
-        assert last["final"]
         assert last["completed"] > 0
         assert last["strangers"] > 0
         assert "session_id" not in json.dumps(last)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import torchrelay.aggregation
 from multi.aggregation.collectives import COPIED, DTYPES, FLOATS, VIEWS
-from torchrelay.aggregation._placement import Placement
+from torchrelay._communicators import hosts_of
 from torchrelay.world import World
 
 TESTS = Path(__file__).parents[2]
@@ -76,11 +76,8 @@ def test_copies_block_wise(world: World, file: str, dtype: torch.dtype) -> None:
     run((file, "values", dtype), world, "aabb")
 
 
-def test_placements() -> None:
-    placement = Placement.of(3, ["x", "y", "y", "x", "z"])
-    assert placement.hosts == ((0, 3), (1, 2), (4,)) and placement.local == (0, 3)
-    assert placement.leaders == (0, 1, 4)
-    assert (placement.size, placement.host) == (5, 0)
+def test_hosts_are_in_the_order_of_their_lowest_ranks() -> None:
+    assert hosts_of(["x", "y", "y", "x", "z"]) == ((0, 3), (1, 2), (4,))
 
 
 UNEVEN: list[Case] = [

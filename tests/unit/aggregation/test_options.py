@@ -52,6 +52,7 @@ def test_the_originals_file_is_understood(tmp_path: Path) -> None:
     assert settings.plane == "dummy"
     assert settings.dummy_bandwidth == 1000.0
     assert settings.dummy_process_packets is False
+    assert settings.switch == "127.0.0.1"
 
 
 def test_options_beat_environment_beats_file(tmp_path: Path) -> None:
@@ -82,6 +83,20 @@ chunk_bytes = 8192
     assert found.packet_timeout_s == 0.0025
     assert (found.timeout_threshold, found.timeout_threshold_increment) == (7, 3)
     assert found.chunk_bytes == 8192  # every setting can be in the file
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ["switch = 1.1.1.1:7", "controller_ip = 2.2.2.2"],
+        ["controller_ip = 2.2.2.2", "switch = 1.1.1.1:7"],
+    ],
+)
+def test_a_switch_is_where_its_controller_is_unless_it_is_given(
+    tmp_path: Path, keys: list[str]
+) -> None:
+    found = resolve(None, {}, write(tmp_path, "\n".join(["[general]", *keys])))
+    assert found.switch == "1.1.1.1:7"
 
 
 @pytest.mark.parametrize("backend", ["dpdk", "rdma"])

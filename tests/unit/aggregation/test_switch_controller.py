@@ -12,19 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from switch_ports import packet, values_of
 from torchrelay.aggregation.switch import (
     Controller,
-    SwitchClient,
     SwitchServer,
     UdpDataPlane,
     _controller,
     _server,
 )
-from torchrelay.aggregation.switch._controller_client import switch_of_controller
-from torchrelay.config import Aggregation
 from torchrelay.errors import TorchRelayError, UnavailableError
 from waiting import eventually
 
@@ -33,7 +29,6 @@ pb: Any = pytest.importorskip(
     "torchrelay.aggregation.switch._controller_pb2", reason="needs protobuf"
 )
 
-OPTIONS = Aggregation(num_worker_threads=1, max_outstanding_packets=8, packet_numel=64)
 PROTO = Path(_controller.__file__).with_name("_controller.proto")
 PATIENCE_S = 60.0
 
@@ -66,7 +61,7 @@ def broadcast_request(value: int, rank: int, num_workers: int, root: int = 0) ->
 
 
 def session_request(
-    session_id: int, rank: int, num_workers: int, ipv4: int, packet_size: int = 3, **more: int
+    session_id: int, rank: int, num_workers: int, ipv4: int, packet_size: int = 3, mac: int = 0
 ) -> Any:
     return pb.UdpSessionRequest(
         session_id=session_id,
@@ -74,7 +69,7 @@ def session_request(
         num_workers=num_workers,
         ipv4=ipv4,
         packet_size=packet_size,
-        **more,
+        mac=mac,
     )
 
 
@@ -125,34 +120,11 @@ def test_generated_messages_are_those_of_the_proto_file() -> None:
 
 def test_bytes_are_switchmls() -> None:
     assert pb.BroadcastResponse(value=150).SerializeToString() == b"\x08\x96\x01"
-    request = pb.UdpSessionRequest(rank=1, packet_size=3, joins=1)
-    assert request.SerializeToString() == b"\x10\x01\x38\x03\x80\x01\x01"
+    request = pb.UdpSessionRequest(rank=1, packet_size=3)
+    assert request.SerializeToString() == b"\x10\x01\x38\x03"
 
 
 # --- sessions
-
-
-def test_groups_ask_where_the_switch_is_and_join_there(controller: Controller) -> None:
-    def work(rank: int) -> float:
-        switch = switch_of_controller(controller.address, PATIENCE_S)
-        with SwitchClient(switch, rank, 2, 77, OPTIONS) as client:
-            tensor = torch.full((1000,), 10**rank, dtype=torch.int32)
-            client.all_reduce(tensor, PATIENCE_S)
-            return tensor.unique().item()
-
-    server = controller.server  # type: ignore[attr-defined]
-    assert switch_of_controller(controller.address, PATIENCE_S) == server.address
-    assert not server.stats().sessions
-    assert in_threads([functools.partial(work, rank) for rank in (0, 1)]) == [11, 11]
-
-
-def test_a_switch_at_all_addresses_is_found_at_that_towards_the_worker() -> None:
-    with (
-        SwitchServer(UdpDataPlane("0.0.0.0", port=0)) as server,
-        Controller(server, port=0) as controller,
-    ):
-        port = server.plane.port
-        assert switch_of_controller(controller.address, PATIENCE_S) == f"127.0.0.1:{port}"
 
 
 @pytest.mark.parametrize("num_jobs", [1, 2])
@@ -179,7 +151,8 @@ def test_the_originals_workers(
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
             sock.bind((f"127.0.0.{2 + rank}", 0))
             sock.settimeout(PATIENCE_S)
-            sock.connect((socket.inet_ntoa(answer.ipv4.to_bytes(4, "big")), answer.port))
+            port = controller.server.plane.port  # type: ignore[attr-defined]
+            sock.connect((socket.inet_ntoa(answer.ipv4.to_bytes(4, "big")), port))
             sock.send(packet(job + rank))
             return answer, values_of(sock.recv(4096))
 
@@ -205,7 +178,7 @@ def test_who_waits_too_long_is_released(
         with pytest.raises(grpc.RpcError, match="only 1 of 4 workers came within") as caught:
             call(controller, method, request)
         assert caught.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
-        assert not controller._gatherings
+        assert not controller._waiting
 
 
 def test_a_worker_that_gave_up_may_come_again(controller: Controller) -> None:
@@ -216,11 +189,11 @@ def test_a_worker_that_gave_up_may_come_again(controller: Controller) -> None:
         given_up = channel.unary_unary("/switchml_proto.Sync/Broadcast").future(
             request.SerializeToString()
         )
-        eventually(lambda: bool(controller._gatherings))
+        eventually(lambda: bool(controller._waiting))
         with pytest.raises(grpc.RpcError, match="is already waiting"):
             call(controller, "Sync/Broadcast", request)
         given_up.cancel()
-        eventually(lambda: not controller._gatherings)
+        eventually(lambda: not controller._waiting)
     requests = [broadcast_request(6 + rank, rank, 2, root=1) for rank in (0, 1)]
     calls = [functools.partial(call, controller, "Sync/Broadcast", one) for one in requests]
     assert [answer.value for answer in in_threads(calls)] == [7, 7]
@@ -250,7 +223,7 @@ def test_bad_requests_are_refused(
     with pytest.raises(grpc.RpcError, match=text) as caught:
         call(controller, method, message)
     assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
-    assert not controller._gatherings
+    assert not controller._waiting
 
 
 def test_jobs_differ_by_their_sizes_and_roots(controller: Controller) -> None:
@@ -263,7 +236,7 @@ def test_jobs_differ_by_their_sizes_and_roots(controller: Controller) -> None:
     jobs = [(0, 2, 0), (0, 3, 0), (1, 2, 1), (1, 3, 0), (0, 2, 1), (1, 2, 0), (2, 3, 0)]
     found = in_threads([functools.partial(broadcast, *job) for job in jobs])
     assert found == [size for _, size, _ in jobs]
-    assert not controller._gatherings
+    assert not controller._waiting
 
 
 def test_garbage(controller: Controller) -> None:
@@ -283,17 +256,7 @@ def test_garbage(controller: Controller) -> None:
     host, port = controller.address.split(":")
     with socket.create_connection((host, int(port))) as sock:
         sock.send(b"\x00garbage\r\n\r\n" * 100)
-    assert switch_of_controller(controller.address, PATIENCE_S)
-
-
-def test_no_controller() -> None:
-    pytest.importorskip("grpc", reason="needs grpcio")
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        port = silent.getsockname()[1]
-        with pytest.raises(UnavailableError, match=f"controller 127.0.0.1:{port}: no answer"):
-            switch_of_controller(f"127.0.0.1:{port}", timeout_s=0.2)
-    with pytest.raises(UnavailableError, match="is `torchrelay switch --controller-port` running"):
-        switch_of_controller(f"127.0.0.1:{port}", timeout_s=0.2)
+    call(controller, "Sync/Barrier", barrier_request(1))
 
 
 def test_a_port_that_is_taken(controller: Controller) -> None:
@@ -302,10 +265,8 @@ def test_a_port_that_is_taken(controller: Controller) -> None:
         Controller(server, port=controller.port)
 
 
-def test_without_grpcio_both_sides_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_grpcio_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "grpc", None)
-    with pytest.raises(UnavailableError, match=r"pip install grpcio"):
-        switch_of_controller("127.0.0.1")
     with (
         SwitchServer(UdpDataPlane(port=0)) as server,
         pytest.raises(UnavailableError, match=r"pip install grpcio"),

@@ -6,7 +6,6 @@ from typing import cast
 import torch
 
 from torchrelay._native import Failure, HostCommunicator
-from torchrelay.aggregation._placement import Placement
 from torchrelay.aggregation._plane import Op
 from torchrelay.aggregation._switch_transport import SwitchTransport
 from torchrelay.aggregation.switch import SwitchClient
@@ -49,7 +48,7 @@ def _fail(client: _Client, group_error: OperationTimeoutError | None) -> Failure
             raise group_error
 
     transport = SwitchTransport(
-        Placement(0, ((0, 1), (2, 3))),
+        [0, 2],
         range(4),
         Aggregation(),
         cast(SwitchClient, client),

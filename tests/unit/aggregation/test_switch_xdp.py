@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import functools
 import secrets
 import socket
 import subprocess
@@ -16,9 +14,7 @@ import torch
 
 import namespaces
 from switch_ports import (
-    MANY_PROBES,
     add_worker,
-    enable_gro,
     ip_packet,
     missing_for_xdp,
     packet,
@@ -33,7 +29,6 @@ from torchrelay.aggregation.switch import (
     XdpDataPlane,
     _xdp,
     _xdp_maps,
-    _xdp_ports,
 )
 from torchrelay.config import Aggregation
 from torchrelay.errors import ArgumentError, ConfigError, UnavailableError
@@ -92,7 +87,6 @@ def test_it_loads_unloads_and_refuses() -> None:
         with within(
             star.switch, lambda: XdpDataPlane(["port0", "port1"], 0, max_slots=32)
         ) as plane:
-            assert plane.mode in ("native", "generic")
             assert programs(star.switch) == 2
             with pytest.raises(UnavailableError, match="another XDP program is there"):
                 within(star.switch, lambda: XdpDataPlane(["port0"], 0))
@@ -117,56 +111,6 @@ def test_it_loads_unloads_and_refuses() -> None:
         with pytest.raises(ConfigError, match="mode 'fast'"):
             within(star.switch, lambda: XdpDataPlane(["port0"], 0, mode="fast"))
         assert programs(star.switch) == 0
-
-
-@needs_xdp
-@pytest.mark.parametrize("gro", [False, True])
-def test_auto_takes_native_only_where_results_arrive(
-    gro: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """veth drops what a program sends unless its other end has GRO."""
-    with namespaces.star(2) as star, contextlib.ExitStack() as stack:
-        within(star.pids[0], enable_gro)
-        if gro:
-            within(star.pids[1], enable_gro)
-        plane = stack.enter_context(
-            within(star.switch, lambda: XdpDataPlane(["port0", "port1"], 0))
-        )
-        assert plane.mode == "native"
-        plane.open_session(1, SessionShape(2, 8, 64))
-        workers = []
-        for host in (0, 1):
-
-            def connected(host: int = host) -> socket.socket:
-                sock = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-                sock.connect((f"10.78.{host}.1", plane.port))
-                return sock
-
-            workers.append(stack.enter_context(within(star.pids[host], connected)))
-            address, port = workers[host].getsockname()
-            add = functools.partial(add_worker, plane, 1, host, address, port, 1)
-            with monkeypatch.context() as patch:
-                if gro or host == 0:
-                    patch.setattr(_xdp_ports, "_PROBES", MANY_PROBES)
-                within(star.switch, add)
-        assert plane.mode == ("native" if gro else "generic")
-        assert programs(star.switch) == 2
-        for worker in workers:
-            worker.settimeout(60)
-            worker.send(packet(4))
-        assert [values_of(worker.recv(4096)) for worker in workers] == [{8}, {8}]
-        assert ("port1 does not reach 10.78.1.2; the switch continues" in caplog.text) == (not gro)
-
-
-@needs_xdp
-def test_native_is_refused_where_results_do_not_arrive() -> None:
-    with (
-        namespaces.star(1) as star,
-        within(star.switch, lambda: XdpDataPlane(["port0"], 0, mode="native")) as plane,
-    ):
-        plane.open_session(1, SessionShape(1, 8, 64))
-        with pytest.raises(ArgumentError, match="--mode generic"):
-            add_worker(plane, 1, 0, "10.78.0.2", 4000, 1)
 
 
 @needs_xdp

@@ -5,7 +5,6 @@ workers.
 from __future__ import annotations
 
 import contextlib
-import socket
 
 import torch
 
@@ -72,7 +71,20 @@ class SwitchClient(Resource):
                 for _ in range(1 + self.options.num_worker_threads)
             )
             join_session(sockets, self.switch, session_id, rank, self._shape, timeout_s)
-            self._native = self._start(sockets)
+            retry = _native.SwitchRetryPolicy(
+                self.options.packet_timeout_s,
+                self.options.timeout_threshold,
+                self.options.timeout_threshold_increment,
+            )
+            self._native = _native.SwitchWorker(
+                [sock.detach() for sock in sockets],
+                self.switch,
+                rank,
+                num_workers,
+                self.options.packet_numel,
+                self.options.max_outstanding_packets,
+                retry,
+            )
             self._is_closed = False
             unless_joined.pop_all()
 
@@ -123,25 +135,13 @@ class SwitchClient(Resource):
         leave(self._control, self.session_id, self.rank)
         self._control.close()
 
-    def _start(self, sockets: list[socket.socket]) -> _native.SwitchWorker:
-        options = self.options
-        retry = _native.SwitchRetryPolicy(
-            options.packet_timeout_s, options.timeout_threshold, options.timeout_threshold_increment
-        )
-        return _native.SwitchWorker(
-            [sock.detach() for sock in sockets],
-            self.switch,
-            self.rank,
-            self.num_workers,
-            options.packet_numel,
-            options.max_outstanding_packets,
-            retry,
-        )
-
     def _who_is_missing(self, message: str) -> tuple[str, list[int]]:
         ranks = ask_missing(self._control, self.session_id, 5 * RESEND_S)
         if ranks is None:
             return f"{message}; the switch does not answer", []
         if not ranks:
-            return f"{message}; no worker is missing, so results are lost on their way here", []
+            return (
+                f"{message}; no worker is missing, so results are lost on their way here, as from "
+                "an XDP switch whose driver needs --mode generic"
+            ), []
         return f"{message}; it waits for {listed('worker', ranks)}", ranks

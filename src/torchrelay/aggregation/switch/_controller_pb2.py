@@ -14,29 +14,29 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n/torchrelay/aggregation/switch/_controller.proto\x12\x0eswitchml_proto\"\xa5\x01\n\x11UdpSessionRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x04\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x13\n\x0bnum_workers\x18\x03 \x01(\r\x12\x0b\n\x03mac\x18\x04 \x01(\x04\x12\x0c\n\x04ipv4\x18\x05 \x01(\r\x12/\n\x0bpacket_size\x18\x07 \x01(\x0e\x32\x1a.switchml_proto.PacketSize\x12\r\n\x05joins\x18\x10 \x01(\r\"Q\n\x12UdpSessionResponse\x12\x12\n\nsession_id\x18\x01 \x01(\x04\x12\x0b\n\x03mac\x18\x02 \x01(\x04\x12\x0c\n\x04ipv4\x18\x03 \x01(\r\x12\x0c\n\x04port\x18\x10 \x01(\r\"%\n\x0e\x42\x61rrierRequest\x12\x13\n\x0bnum_workers\x18\x01 \x01(\r\"\x11\n\x0f\x42\x61rrierResponse\"R\n\x10\x42roadcastRequest\x12\r\n\x05value\x18\x01 \x01(\x04\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x13\n\x0bnum_workers\x18\x03 \x01(\r\x12\x0c\n\x04root\x18\x04 \x01(\r\"\"\n\x11\x42roadcastResponse\x12\r\n\x05value\x18\x01 \x01(\x04*A\n\nPacketSize\x12\x0b\n\x07MTU_128\x10\x00\x12\x0b\n\x07MTU_256\x10\x01\x12\x0b\n\x07MTU_512\x10\x02\x12\x0c\n\x08MTU_1024\x10\x03\x32^\n\x07Session\x12S\n\nUdpSession\x12!.switchml_proto.UdpSessionRequest\x1a\".switchml_proto.UdpSessionResponse2\xa4\x01\n\x04Sync\x12J\n\x07\x42\x61rrier\x12\x1e.switchml_proto.BarrierRequest\x1a\x1f.switchml_proto.BarrierResponse\x12P\n\tBroadcast\x12 .switchml_proto.BroadcastRequest\x1a!.switchml_proto.BroadcastResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n/torchrelay/aggregation/switch/_controller.proto\x12\x0eswitchml_proto\"\x96\x01\n\x11UdpSessionRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x04\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x13\n\x0bnum_workers\x18\x03 \x01(\r\x12\x0b\n\x03mac\x18\x04 \x01(\x04\x12\x0c\n\x04ipv4\x18\x05 \x01(\r\x12/\n\x0bpacket_size\x18\x07 \x01(\x0e\x32\x1a.switchml_proto.PacketSize\"C\n\x12UdpSessionResponse\x12\x12\n\nsession_id\x18\x01 \x01(\x04\x12\x0b\n\x03mac\x18\x02 \x01(\x04\x12\x0c\n\x04ipv4\x18\x03 \x01(\r\"%\n\x0e\x42\x61rrierRequest\x12\x13\n\x0bnum_workers\x18\x01 \x01(\r\"\x11\n\x0f\x42\x61rrierResponse\"R\n\x10\x42roadcastRequest\x12\r\n\x05value\x18\x01 \x01(\x04\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x13\n\x0bnum_workers\x18\x03 \x01(\r\x12\x0c\n\x04root\x18\x04 \x01(\r\"\"\n\x11\x42roadcastResponse\x12\r\n\x05value\x18\x01 \x01(\x04*A\n\nPacketSize\x12\x0b\n\x07MTU_128\x10\x00\x12\x0b\n\x07MTU_256\x10\x01\x12\x0b\n\x07MTU_512\x10\x02\x12\x0c\n\x08MTU_1024\x10\x03\x32^\n\x07Session\x12S\n\nUdpSession\x12!.switchml_proto.UdpSessionRequest\x1a\".switchml_proto.UdpSessionResponse2\xa4\x01\n\x04Sync\x12J\n\x07\x42\x61rrier\x12\x1e.switchml_proto.BarrierRequest\x1a\x1f.switchml_proto.BarrierResponse\x12P\n\tBroadcast\x12 .switchml_proto.BroadcastRequest\x1a!.switchml_proto.BroadcastResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'torchrelay.aggregation.switch._controller_pb2', _globals)
 if _descriptor._USE_C_DESCRIPTORS == False:
   DESCRIPTOR._options = None
-  _globals['_PACKETSIZE']._serialized_start=496
-  _globals['_PACKETSIZE']._serialized_end=561
+  _globals['_PACKETSIZE']._serialized_start=467
+  _globals['_PACKETSIZE']._serialized_end=532
   _globals['_UDPSESSIONREQUEST']._serialized_start=68
-  _globals['_UDPSESSIONREQUEST']._serialized_end=233
-  _globals['_UDPSESSIONRESPONSE']._serialized_start=235
-  _globals['_UDPSESSIONRESPONSE']._serialized_end=316
-  _globals['_BARRIERREQUEST']._serialized_start=318
-  _globals['_BARRIERREQUEST']._serialized_end=355
-  _globals['_BARRIERRESPONSE']._serialized_start=357
-  _globals['_BARRIERRESPONSE']._serialized_end=374
-  _globals['_BROADCASTREQUEST']._serialized_start=376
-  _globals['_BROADCASTREQUEST']._serialized_end=458
-  _globals['_BROADCASTRESPONSE']._serialized_start=460
-  _globals['_BROADCASTRESPONSE']._serialized_end=494
-  _globals['_SESSION']._serialized_start=563
-  _globals['_SESSION']._serialized_end=657
-  _globals['_SYNC']._serialized_start=660
-  _globals['_SYNC']._serialized_end=824
+  _globals['_UDPSESSIONREQUEST']._serialized_end=218
+  _globals['_UDPSESSIONRESPONSE']._serialized_start=220
+  _globals['_UDPSESSIONRESPONSE']._serialized_end=287
+  _globals['_BARRIERREQUEST']._serialized_start=289
+  _globals['_BARRIERREQUEST']._serialized_end=326
+  _globals['_BARRIERRESPONSE']._serialized_start=328
+  _globals['_BARRIERRESPONSE']._serialized_end=345
+  _globals['_BROADCASTREQUEST']._serialized_start=347
+  _globals['_BROADCASTREQUEST']._serialized_end=429
+  _globals['_BROADCASTRESPONSE']._serialized_start=431
+  _globals['_BROADCASTRESPONSE']._serialized_end=465
+  _globals['_SESSION']._serialized_start=534
+  _globals['_SESSION']._serialized_end=628
+  _globals['_SYNC']._serialized_start=631
+  _globals['_SYNC']._serialized_end=795
 # @@protoc_insertion_point(module_scope)

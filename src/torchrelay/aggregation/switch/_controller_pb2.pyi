@@ -17,34 +17,30 @@ MTU_512: PacketSize
 MTU_1024: PacketSize
 
 class UdpSessionRequest(_message.Message):
-    __slots__ = ("session_id", "rank", "num_workers", "mac", "ipv4", "packet_size", "joins")
+    __slots__ = ("session_id", "rank", "num_workers", "mac", "ipv4", "packet_size")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     NUM_WORKERS_FIELD_NUMBER: _ClassVar[int]
     MAC_FIELD_NUMBER: _ClassVar[int]
     IPV4_FIELD_NUMBER: _ClassVar[int]
     PACKET_SIZE_FIELD_NUMBER: _ClassVar[int]
-    JOINS_FIELD_NUMBER: _ClassVar[int]
     session_id: int
     rank: int
     num_workers: int
     mac: int
     ipv4: int
     packet_size: PacketSize
-    joins: int
-    def __init__(self, session_id: _Optional[int] = ..., rank: _Optional[int] = ..., num_workers: _Optional[int] = ..., mac: _Optional[int] = ..., ipv4: _Optional[int] = ..., packet_size: _Optional[_Union[PacketSize, str]] = ..., joins: _Optional[int] = ...) -> None: ...
+    def __init__(self, session_id: _Optional[int] = ..., rank: _Optional[int] = ..., num_workers: _Optional[int] = ..., mac: _Optional[int] = ..., ipv4: _Optional[int] = ..., packet_size: _Optional[_Union[PacketSize, str]] = ...) -> None: ...
 
 class UdpSessionResponse(_message.Message):
-    __slots__ = ("session_id", "mac", "ipv4", "port")
+    __slots__ = ("session_id", "mac", "ipv4")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     MAC_FIELD_NUMBER: _ClassVar[int]
     IPV4_FIELD_NUMBER: _ClassVar[int]
-    PORT_FIELD_NUMBER: _ClassVar[int]
     session_id: int
     mac: int
     ipv4: int
-    port: int
-    def __init__(self, session_id: _Optional[int] = ..., mac: _Optional[int] = ..., ipv4: _Optional[int] = ..., port: _Optional[int] = ...) -> None: ...
+    def __init__(self, session_id: _Optional[int] = ..., mac: _Optional[int] = ..., ipv4: _Optional[int] = ...) -> None: ...
 
 class BarrierRequest(_message.Message):
     __slots__ = ("num_workers",)

@@ -96,23 +96,17 @@ def join_session(
     """
     request = control.encode_join(session_id, Join(rank, shape, client=secrets.randbits(64)))
     kinds = (ControlKind.JOINED, ControlKind.REFUSED, ControlKind.BUSY)
-    deadline_s, reason = time.monotonic() + timeout_s, ""
+    deadline_s, reason = time.monotonic() + timeout_s, "no answer"
+    why = "; is `torchrelay switch` running there, and does the network let UDP through?"
     waiting = list(reversed(sockets))
     while waiting:
         answer = _ask(waiting[-1], session_id, request, kinds, deadline_s)
-        if answer is None and reason:
-            raise UnavailableError(
-                f"switch {switch} has not admitted worker {rank} within {timeout_s:g} s: {reason}"
-            )
         if answer is None:
-            raise UnavailableError(
-                f"switch {switch}: no answer within {timeout_s:g} s; is `torchrelay switch` "
-                "running there, and does the network let UDP through?"
-            )
+            raise UnavailableError(f"switch {switch}: {reason} within {timeout_s:g} s{why}")
         if answer.kind == ControlKind.REFUSED:
             raise UnavailableError(f"switch {switch} refuses worker {rank}: {answer.body.decode()}")
         if answer.kind == ControlKind.JOINED:
             waiting.pop()
         else:
-            reason = answer.body.decode()
+            reason, why = f"worker {rank} was not admitted", f": {answer.body.decode()}"
             time.sleep(RESEND_S)

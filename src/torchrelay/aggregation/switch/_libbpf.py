@@ -18,7 +18,6 @@ __all__ = ["XDP_DRIVER", "XDP_GENERIC", "BpfMap", "BpfObject"]
 
 XDP_GENERIC, XDP_DRIVER = 2, 4
 _ATTACH_XDP = 37  # enum bpf_attach_type
-_LIVE_FRAMES = 2  # BPF_F_TEST_XDP_LIVE_FRAMES
 _PRIVILEGE = "XDP needs root, or the capabilities CAP_BPF and CAP_NET_ADMIN"
 
 
@@ -31,26 +30,6 @@ class _LinkOptions(ctypes.Structure):
         ("size", ctypes.c_size_t),
         ("flags", ctypes.c_uint32),
         ("rest", ctypes.c_uint8 * 60),
-    )
-
-
-class _RunOptions(ctypes.Structure):
-    _fields_ = (
-        ("size", ctypes.c_size_t),
-        ("data_in", ctypes.c_char_p),
-        ("data_out", ctypes.c_void_p),
-        ("data_size_in", ctypes.c_uint32),
-        ("data_size_out", ctypes.c_uint32),
-        ("context_in", ctypes.c_void_p),
-        ("context_out", ctypes.c_void_p),
-        ("context_size_in", ctypes.c_uint32),
-        ("context_size_out", ctypes.c_uint32),
-        ("return_value", ctypes.c_uint32),
-        ("repeat", ctypes.c_int),
-        ("duration", ctypes.c_uint32),
-        ("flags", ctypes.c_uint32),
-        ("cpu", ctypes.c_uint32),
-        ("batch_size", ctypes.c_uint32),
     )
 
 
@@ -169,33 +148,15 @@ class BpfObject(Resource):
         self._links.append(link)
         return 0
 
-    def run(self, program: int, frame: bytes) -> bool:
-        """Run an XDP program on a frame, and do with it what the program decides.
-
-        Returns False if the kernel cannot (before Linux 5.18).
-        """
-        options = _RunOptions(
-            size=ctypes.sizeof(_RunOptions),
-            data_in=frame,
-            data_size_in=len(frame),
-            repeat=1,
-            flags=_LIVE_FRAMES,
-        )
-        return bool(self._library.bpf_prog_test_run_opts(program, ctypes.byref(options)) == 0)
-
     def num_cpus(self) -> int:
         """Return the number of values in an entry of a per-CPU map."""
         return int(self._library.libbpf_num_possible_cpus())
 
-    def detach(self) -> None:
-        """Detach the programs from all interfaces."""
+    def close(self) -> None:
+        """Detach the programs, and free programs and maps. Idempotent."""
         for link in self._links:
             os.close(link)
         self._links = []
-
-    def close(self) -> None:
-        """Detach the programs, and free programs and maps. Idempotent."""
-        self.detach()
         if self._object:
             self._library.bpf_object__close(ctypes.c_void_p(self._object))
             self._object = None

@@ -17,10 +17,8 @@ from torchrelay.aggregation.switch._data_plane import (
     ControlMessage,
     DataPlane,
     SessionShape,
-    SessionStats,
     SwitchStats,
 )
-from torchrelay.aggregation.switch._service import ServiceThread
 from torchrelay.aggregation.switch._uplink import Uplink
 from torchrelay.errors import ArgumentError, ConfigError, TorchRelayError, UnavailableError
 
@@ -54,9 +52,7 @@ class SwitchServer(Resource):
 
     A session ends when all its workers have left, or have been silent for ``session_timeout_s``.
     SwitchML's own workers neither leave nor send signs of life, so their sessions end when one of
-    their addresses joins another session, or when a new session needs their place: first those that
-    have never summed anything, then the one that has been idle longest, if that is at least
-    ``idle_timeout_s``.
+    their addresses joins another session, or after ``idle_timeout_s``.
 
     ``max_sessions`` and ``max_slots`` bound the switch's memory. One address opens at most a
     quarter of the sessions and of the slots, so no host can shut out the others.
@@ -77,7 +73,7 @@ class SwitchServer(Resource):
         max_sessions: int = 64,
         max_slots: int = 8192,
         session_timeout_s: float = 15.0,
-        idle_timeout_s: float = 600.0,
+        idle_timeout_s: float = 3600.0,
         allow: Iterable[str] = _EVERYONE,
         uplink: Uplink | None = None,
     ) -> None:
@@ -95,7 +91,9 @@ class SwitchServer(Resource):
         self._members: dict[tuple[str, int], int] = {}  # session ids by address and port
         self._lock = threading.Lock()
         self._stopping = threading.Event()
-        self._thread = ServiceThread("switch-control", self._serve)
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._serve, name="switch-control", daemon=True)
+        self._thread.start()
 
     @property
     def address(self) -> str:
@@ -111,7 +109,11 @@ class SwitchServer(Resource):
         Raises:
             UnavailableError: workers can no longer join.
         """
-        self._thread.check()
+        if self._error is not None:
+            raise UnavailableError(
+                f"switch {self.address}: its control thread has failed and no longer serves: "
+                f"{self._error!r}; start it again"
+            )
 
     def close(self) -> None:
         """Stop serving. Idempotent."""
@@ -200,59 +202,30 @@ class SwitchServer(Resource):
                 f"session, not {shape.num_slots} and {shape.num_workers}; lower "
                 "max_outstanding_packets, or raise its limits"
             )
-        self._make_room(shape, session.opener)
+        self._check_room(shape, session.opener)
         socket = self._uplink.join(session_id, shape) if self._uplink else None
         here = dataclasses.replace(shape, num_workers=len(session.ranks))
-        while True:
-            try:
-                self.plane.open_session(session_id, here, socket)
-            except UnavailableError as error:
-                self._evict(str(error))
-            else:
-                break
+        self.plane.open_session(session_id, here, socket)
         self._sessions[session_id] = session
         return session
 
-    def _make_room(self, shape: SessionShape, opener: str) -> None:
-        """End idle sessions until another one fits, and leaves enough to other openers."""
+    def _check_room(self, shape: SessionShape, opener: str) -> None:
+        """Raise if another session does not fit, or is more than the opener's share."""
         sessions, slots = self._max_sessions, self.plane.max_slots
-        while True:
-            everyones = [one.shape.num_slots for one in self._sessions.values()]
-            theirs = [
-                one.shape.num_slots for one in self._sessions.values() if one.opener == opener
-            ]
-            if theirs and (
-                len(theirs) >= sessions // _SHARE or sum(theirs) + shape.num_slots > slots // _SHARE
-            ):
-                self._evict(
-                    f"{opener} has opened {len(theirs)} sessions, and one address may use a "
-                    f"quarter of this switch's {sessions} sessions and {slots} slots "
-                    "(--max-sessions)",
-                    opener,
-                )
-            elif len(everyones) >= sessions or sum(everyones) + shape.num_slots > slots:
-                self._evict(
-                    f"{len(everyones)} of this switch's {sessions} sessions and {sum(everyones)} "
-                    f"of its {slots} slots are in use"
-                )
-            else:
-                return
-
-    def _evict(self, why: str, opener: str | None = None) -> None:
-        """End the least used session (of an opener); raise if all are in use."""
-
-        def is_idle(stats: SessionStats) -> bool:
-            has_summed = stats.counts["completed"] > 0
-            limit_s = self._idle_timeout_s if has_summed else self._session_timeout_s
-            is_theirs = opener in (None, self._sessions[stats.session_id].opener)
-            return is_theirs and stats.idle_s >= limit_s
-
-        idle = [stats for stats in self.plane.stats().sessions if is_idle(stats)]
-        if not idle:
-            raise UnavailableError(f"{why}, and none is idle")
-        self._close(
-            min(idle, key=lambda one: (one.counts["completed"] > 0, -one.idle_s)).session_id
-        )
+        everyones = [one.shape.num_slots for one in self._sessions.values()]
+        theirs = [one.shape.num_slots for one in self._sessions.values() if one.opener == opener]
+        if theirs and (
+            len(theirs) >= sessions // _SHARE or sum(theirs) + shape.num_slots > slots // _SHARE
+        ):
+            raise UnavailableError(
+                f"{opener} has opened {len(theirs)} sessions, and one address may use a quarter of "
+                f"this switch's {sessions} sessions and {slots} slots (--max-sessions)"
+            )
+        if len(everyones) >= sessions or sum(everyones) + shape.num_slots > slots:
+            raise UnavailableError(
+                f"{len(everyones)} of this switch's {sessions} sessions and {sum(everyones)} of "
+                f"its {slots} slots are in use"
+            )
 
     def _end_former(self, session_id: int, ports: set[tuple[str, int]]) -> None:
         """End a session whose worker's ports another one has now; raise if that worker lives."""
@@ -278,23 +251,31 @@ class SwitchServer(Resource):
         self.plane.close_session(session_id)
 
     def _end_silent(self) -> None:
-        """End sessions of TorchRelay's workers that are silent (live workers never are), and those
-        that the switch above does not know any more.
+        """End sessions that are silent (live workers of TorchRelay never are), and those that the
+        switch above does not know any more.
         """
         with self._lock:
             lost = set(self._sessions)
             for session in self.plane.stats().sessions:
-                if not session.shape.sequenced or session.idle_s <= self._session_timeout_s:
+                sequenced = session.shape.sequenced
+                limit_s = self._session_timeout_s if sequenced else self._idle_timeout_s
+                if session.idle_s <= limit_s:
                     lost.discard(session.session_id)
             for session_id in lost:
                 _logger.info(
-                    "a session of %d workers ends: all are silent for %.0f s, or it was lost above",
+                    "a session of %d workers ends: all are silent, or it was lost above",
                     self._sessions[session_id].shape.num_workers,
-                    self._session_timeout_s,
                 )
                 self._close(session_id)
 
     def _serve(self) -> None:
+        try:
+            self._answer_all()
+        except BaseException as error:
+            self._error = error
+            _logger.critical("the control thread has failed", exc_info=True)
+
+    def _answer_all(self) -> None:
         next_sweep_s, turn_s, handled = time.monotonic() + _SWEEP_S, 0.0, 0
         while not self._stopping.is_set():
             now_s = time.monotonic()

@@ -30,7 +30,6 @@ from torchrelay.aggregation.switch._data_plane import (
 )
 from torchrelay.aggregation.switch._libbpf import BpfObject
 from torchrelay.aggregation.switch._xdp_maps import (
-    COUNTS,
     MAX_WORKERS,
     SESSION_COUNTS,
     MemberEntry,
@@ -41,7 +40,7 @@ from torchrelay.aggregation.switch._xdp_maps import (
     WorkerKey,
     u32,
 )
-from torchrelay.aggregation.switch._xdp_ports import XdpPorts, indices_of
+from torchrelay.aggregation.switch._xdp_ports import attach, indices_of, link_to
 from torchrelay.errors import ArgumentError, UnavailableError
 
 __all__ = ["XdpDataPlane"]
@@ -59,7 +58,6 @@ class _OpenSession:
     shape: SessionShape
     first_slot: int
     opened_s: float = field(default_factory=time.monotonic)
-    addresses: dict[int, str] = field(default_factory=dict)  # by rank
     ports: dict[int, int] = field(default_factory=dict)  # ifindex: rank
     sources: dict[tuple[str, int], int] = field(default_factory=dict)  # ranks by address and port
     joined_s: dict[int, float] = field(default_factory=dict)  # when, by rank
@@ -90,9 +88,8 @@ class XdpDataPlane(Resource):
             network.
         port: UDP; 0 is any free one; 48864 (0xBEE0) takes the 16 ports from there, as SwitchML
             does. The program takes the packets that arrive for them.
-        mode: "native" runs in the driver; "generic" later, with any driver, and slower; "auto"
-            uses native if all ports support it, and switches to generic if the first worker behind
-            a port does not receive what the program sends there. :attr:`mode` is the one in use.
+        mode: "generic" works with any driver; "native" runs in the driver, and is faster, for
+            drivers that support it and send what the programs of other ports redirect.
         max_slots: of all sessions together; one takes 2.4 KiB of the kernel's memory.
         max_sessions: that may be open at a time.
 
@@ -110,7 +107,7 @@ class XdpDataPlane(Resource):
         interfaces: Sequence[str],
         port: int = _native.SWITCH_UDP_PORT,
         *,
-        mode: str = "auto",
+        mode: str = "generic",
         max_slots: int = 32768,
         max_sessions: int = 64,
     ) -> None:
@@ -120,9 +117,9 @@ class XdpDataPlane(Resource):
                 "were not; install them (Debian: clang, libbpf-dev) and build again, or use "
                 "--data-plane udp"
             )
-        names = indices_of(interfaces)
+        self._interfaces = indices_of(interfaces)
         self.address, self.max_slots = "0.0.0.0", max_slots
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._sessions: dict[int, _OpenSession] = {}
         self._free_indices = list(range(max_sessions))
         self._send_lost = 0
@@ -142,13 +139,8 @@ class XdpDataPlane(Resource):
             self._workers = bpf.map("workers", WorkerKey, WorkerEntry)
             num_cpus = bpf.num_cpus()
             self._counts = bpf.map("stats", u32, ctypes.c_uint64 * num_cpus, num_cpus)
-            self._ports = XdpPorts(bpf, names, mode, bound[0], lambda: self._count("probes"))
+            attach(bpf, self._interfaces, mode)
             self._resources = stack.pop_all()
-
-    @property
-    def mode(self) -> str:
-        """How the kernel runs the program: native or generic."""
-        return self._ports.mode
 
     def open_session(
         self, session_id: int, shape: SessionShape, uplink: socket.socket | None = None
@@ -162,7 +154,7 @@ class XdpDataPlane(Resource):
                 f"XDP: a session has 1 to {MAX_WORKERS} workers and 64 or 256 values, not {shape}"
             )
         with self._lock:
-            self._close_session(session_id)
+            self.close_session(session_id)
             first_slot = self._free_slots(shape.num_slots)
             if not self._free_indices:
                 raise UnavailableError("XDP: all sessions are in use; try again later")
@@ -202,25 +194,24 @@ class XdpDataPlane(Resource):
                     f"switch: rank {rank} is not below the session's {opened.shape.num_workers} "
                     "workers"
                 )
-            if opened.addresses.get(rank, address) != address:
-                raise ArgumentError(f"switch: rank {rank} of the session has another address")
             ports = range(first_port, first_port + num_ports) if num_ports else (0,)
             sources = {(address, port): rank for port in ports}
             for session in self._sessions.values():
-                for source in sources.keys() & session.sources.keys():
-                    if session is not opened or session.sources[source] != rank:
+                for source, other in session.sources.items():
+                    is_other = session is not opened or other != rank
+                    if is_other and source in sources:
                         raise ArgumentError("switch: another worker has this address and port")
-            if rank not in opened.addresses:
-                self._place_worker(opened, rank, address)
-            opened.addresses[rank] = address
+                    if not is_other and source[0] != address:
+                        raise ArgumentError(f"switch: rank {rank} has another address")
+            self._place_worker(opened, rank, address)
             opened.joined_s[rank] = time.monotonic()
             opened.sources.update(sources)
-            for port in ports:
-                self._members[SourceKey.of(address, port)] = MemberEntry(opened.index, rank)
+            for source in sources:
+                self._members[SourceKey.of(*source)] = MemberEntry(opened.index, rank)
 
     def _place_worker(self, opened: _OpenSession, rank: int, address: str) -> None:
         """Send results for ``rank`` through the port of its address."""
-        link = self._ports.link_to(address)
+        link = link_to(address, self._interfaces, self._sockets[self.port])
         if opened.ports.setdefault(link.ifindex, rank) != rank:
             raise ArgumentError(
                 f"XDP: {link.interface} already leads to worker {opened.ports[link.ifindex]} of "
@@ -233,18 +224,15 @@ class XdpDataPlane(Resource):
 
     def close_session(self, session_id: int) -> None:
         with self._lock:
-            self._close_session(session_id)
-
-    def _close_session(self, session_id: int) -> None:
-        opened = self._sessions.pop(session_id, None)
-        if opened is None:
-            return
-        for source in opened.sources:
-            self._members.discard(SourceKey.of(*source))
-        for ifindex in opened.ports:
-            self._workers.discard(WorkerKey(opened.index, ifindex))
-        self._ended.update(_counts(self._entries[u32(opened.index)]))
-        self._free_indices.append(opened.index)
+            opened = self._sessions.pop(session_id, None)
+            if opened is None:
+                return
+            for source in opened.sources:
+                self._members.discard(SourceKey.of(*source))
+            for ifindex in opened.ports:
+                self._workers.discard(WorkerKey(opened.index, ifindex))
+            self._ended.update(_counts(self._entries[u32(opened.index)]))
+            self._free_indices.append(opened.index)
 
     def _session(self, session_id: int) -> _OpenSession:
         if session_id not in self._sessions:
@@ -278,9 +266,6 @@ class XdpDataPlane(Resource):
         except OSError:  # port 0, or no route
             self._send_lost += 1
 
-    def _count(self, name: str) -> int:
-        return sum(self._counts[u32(COUNTS.index(name))])
-
     def stats(self) -> SwitchStats:
         with self._lock:
             if self._final:
@@ -289,7 +274,10 @@ class XdpDataPlane(Resource):
                 opened.stats(session_id, self._entries[u32(opened.index)])
                 for session_id, opened in sorted(self._sessions.items())
             )
-            counts = {name: self._count(name) for name in _native.switch_stats()}
+            counts = {
+                name: sum(self._counts[u32(place)])
+                for place, name in enumerate(_native.switch_stats())
+            }
             counts["send_lost"] += self._send_lost
             total = sum((Counter(one.counts) for one in sessions), self._ended)
             return SwitchStats(self.name, self.address, self.port, {**counts, **total}, sessions)

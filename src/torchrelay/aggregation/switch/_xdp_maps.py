@@ -8,7 +8,6 @@ import socket
 from torchrelay import _native
 
 __all__ = [
-    "COUNTS",
     "MAX_WORKERS",
     "SESSION_COUNTS",
     "MemberEntry",
@@ -23,9 +22,7 @@ __all__ = [
 
 MAX_WORKERS, _MAX_NUMEL = 64, 256
 
-# The program counts these, and then what it alone has.
-COUNTS = (*_native.switch_stats(), "coalesced", "probes")
-SESSION_COUNTS = COUNTS[: _native.SWITCH_NUM_SESSION_STATS]
+SESSION_COUNTS = tuple(_native.switch_stats())[: _native.SWITCH_NUM_SESSION_STATS]
 
 _u8, _u16, u32, _u64 = ctypes.c_uint8, ctypes.c_uint16, ctypes.c_uint32, ctypes.c_uint64
 
