@@ -136,7 +136,7 @@ def address_for_peers(
     )
     problem = None
     if address is None:
-        problem = f"{me}: this host has no address but loopback, where other hosts cannot reach it"
+        problem = f"{me}: this host has no route to another host"
     elif is_loopback(address):
         problem = f"{me}: {given}={interface!r} is a loopback device, but there are other hosts"
     _raise_first(gather("addresses", problem))
@@ -187,14 +187,5 @@ def _towards_host(host: str | None) -> str | None:
 
 
 def _towards_any(peers: list[str]) -> str | None:
-    """Return this host's address on the route to one of ``peers``, else to anywhere, else any."""
-    for host in (*peers, *_ANYWHERE):
-        address = _towards_host(host)
-        if address is not None:
-            return address
-    for _, name in socket.if_nameindex():
-        with contextlib.suppress(OSError):
-            address = address_of_device(name)
-            if not is_loopback(address):
-                return address
-    return None
+    """Return this host's address on the route to one of ``peers``, else to anywhere."""
+    return next(filter(None, map(_towards_host, (*peers, *_ANYWHERE))), None)

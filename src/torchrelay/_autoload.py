@@ -7,31 +7,52 @@ With ``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` torch does not call it.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import os
 import sys
 import warnings
+from collections.abc import Callable
 from typing import Any
 
-__all__ = ["register"]
+__all__ = ["register", "register_now"]
 
 
 def register() -> None:
     """Let ``sml`` be asked for. Never raises: ``import torch`` would fail."""
     try:
-        c10d = sys.modules["torch.distributed"]
-        handlers = sys.modules["torch.distributed.rendezvous"]._rendezvous_handlers
-        c10d.Backend.register_backend(
-            "sml", _create_group, extended_api=True, devices=["cpu", "cuda"]
-        )
-        _load_before_failing(handlers)
+        register_now()
     except Exception as error:
         with contextlib.suppress(Exception):  # without torch.distributed, nobody asks for sml
             _warn_when_asked(sys.modules["torch.distributed"].Backend, error)
 
 
+@functools.cache
+def register_now() -> None:
+    """Register ``sml`` with torch.distributed, which has been imported.
+
+    ``init_process_group("sml")`` then also works where neither RANK nor WORLD_SIZE is set. There
+    torch raises an error; other backends, and calls that give a rank, a size, a store or another
+    ``init_method``, get what torch does.
+    """
+    sys.modules["torch.distributed"].Backend.register_backend(
+        "sml", _create_group, extended_api=True, devices=["cpu", "cuda"]
+    )
+    handlers = sys.modules["torch.distributed.rendezvous"]._rendezvous_handlers
+    handlers["env"] = functools.partial(_meet, handlers["env"])
+
+
 def _create_group(given: Any, options: Any = None) -> Any:
-    return _aggregation()._create_group(given, options)
+    return _aggregation().create_group(given, options)
+
+
+def _meet(by_variables: Callable[..., Any], url: str, **kwargs: Any) -> Any:
+    if url == "env://" and not {"RANK", "WORLD_SIZE"} & os.environ.keys():
+        from torchrelay._torch import backends_of_init  # noqa: PLC0415 - imports much of torch
+
+        if "sml" in backends_of_init():
+            return iter([_aggregation().meet(kwargs["timeout"])])
+    return by_variables(url, **kwargs)
 
 
 def _warn_when_asked(backend: Any, cause: Exception) -> None:
@@ -49,26 +70,6 @@ def _warn_when_asked(backend: Any, cause: Exception) -> None:
         return create(cls, name)
 
     backend.__new__ = warn_first
-
-
-def _load_before_failing(handlers: dict[str, Any]) -> None:
-    """Load ``sml`` where torch is about to fail because it finds no RANK and WORLD_SIZE, which
-    ``sml`` can do without.
-    """
-    by_variables = handlers["env"]
-
-    def load_first(url: str, **kwargs: Any) -> Any:
-        fails = url == "env://" and not {"RANK", "WORLD_SIZE"} & os.environ.keys()
-        if not fails or handlers["env"] is not load_first:  # sml has been loaded
-            return by_variables(url, **kwargs)
-        handlers["env"] = by_variables
-        try:
-            _aggregation()
-        except Exception as error:  # the caller may want another backend
-            warnings.warn(f"sml cannot be loaded: {error}", stacklevel=2)
-        return handlers["env"](url, **kwargs)
-
-    handlers["env"] = load_first
 
 
 def _aggregation() -> Any:

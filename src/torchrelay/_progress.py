@@ -30,27 +30,15 @@ def tracking(
         yield None
     elif progress is True:
         try:
-            from rich.progress import (  # noqa: PLC0415 - takes a while, and few ask for it
-                BarColumn,
-                DownloadColumn,
-                TextColumn,
-                TimeRemainingColumn,
-                TransferSpeedColumn,
-            )
-            from rich.progress import Progress as Bar  # noqa: PLC0415
+            from rich import progress as bars  # noqa: PLC0415 - takes a while, and few ask for it
         except ModuleNotFoundError as error:
             raise UnavailableError(
                 "a progress bar needs rich: pip install rich (extra [cli])"
             ) from error
 
-        columns = (
-            TextColumn(what),
-            BarColumn(),
-            DownloadColumn(),
-            TransferSpeedColumn(),
-            TimeRemainingColumn(),
-        )
-        with Bar(*columns, transient=True) as bar:
+        columns = bars.Progress.get_default_columns()
+        sizes = bars.DownloadColumn(), bars.TransferSpeedColumn()
+        with bars.Progress(*columns, *sizes, transient=True) as bar:
             task = bar.add_task(what, total=total_bytes)
             yield lambda size_bytes: bar.advance(task, size_bytes)
     else:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from torchrelay import _torch
 
-__all__ = ["Event", "EventCounts", "Sample", "counts", "event", "publish", "samples"]
+__all__ = ["EventCounts", "Sample", "counts", "event", "publish", "samples"]
 
 
 class Sample(NamedTuple):
@@ -34,15 +34,8 @@ class Sample(NamedTuple):
 
 
 @dataclass
-class Event:
-    """An event in progress; what it processes sets ``size_bytes``."""
-
-    size_bytes: int = 0
-
-
-@dataclass
 class EventCounts:
-    """All events of one name since the start of the process."""
+    """All events of one name since the start of the process, or one in progress."""
 
     count: int = 0
     seconds: float = 0.0
@@ -55,15 +48,15 @@ _sources: list[Callable[[], Iterable[Sample]]] = []
 
 
 @contextmanager
-def event(component: str, name: str, subject: str = "") -> Iterator[Event]:
+def event(component: str, name: str, subject: str = "") -> Iterator[EventCounts]:
     """Report what the block does: as a span of torch.profiler, one line at level INFO, and a count.
 
-    A block that raises is shown by the profiler only.
+    A block that raises is shown by the profiler only; one that processes bytes sets ``size_bytes``.
 
     Args:
         subject: what the event is about, such as a path, for the log.
     """
-    running = Event()
+    running = EventCounts()
     start = time.perf_counter()
     with _torch.span(f"torchrelay.{component}.{name}"):
         yield running

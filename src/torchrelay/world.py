@@ -34,12 +34,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Meeting", "Process", "Ranks", "World", "host_identity"]
 
-# Interval at which a waiting rank checks the others.
-_SLICE_S = 1.0
+_LONGEST_LOOK_S = 1.0  # interval at which a waiting rank looks who has come
 _FIRST_LOOK_S = 0.02  # how long a rank waits for others that were there before to come again
 
-_POLL_PER_KEY_S = 1e-4  # each message to the store lists all keys
-_LONGEST_POLL_S = 0.05
 _LEAVING_POLL_S = 0.01
 _LONGEST_LEAVING_S = 5.0
 
@@ -356,8 +353,6 @@ class Ranks:
         awaited = range(self.size * parts) if ranks is None else ranks
         values = [f"{step}/{index}" for index in awaited]
         keys = list(values)
-        started_s = time.monotonic()
-
         missing = partial(self.missing, step, awaited)
 
         def absent() -> list[int]:
@@ -371,25 +366,13 @@ class Ranks:
 
         with self._store_errors(check, news_s):
             wait_for_others(
-                lambda: self._are_there(keys, timeout_s - (time.monotonic() - started_s)),
+                lambda: _are_there(self.store, keys),
                 absent,
                 partial(self._late, call=call, hint=hint),
                 check_all,
                 timeout_s,
             )
             return [text.decode() for text in _values(self.store, values)]
-
-    def _are_there(self, keys: list[str], left_s: float) -> bool:
-        """Return whether all ``keys`` are in the store. Does not block, because threads of a
-        process take turns with it; removes those that it has seen.
-        """
-        while keys:
-            if not self.store.check(keys[-1:]):
-                return False
-            if self.store.check(keys):
-                return True
-            keys.pop()
-        return True
 
     def _check_processes(self, missing: Callable[[], Sequence[int]]) -> None:
         """Raise if one of the ranks ``missing`` can no longer come."""
@@ -540,13 +523,13 @@ class Meeting(Ranks):
     def _settle(self, timeout_s: float) -> None:
         """Wait until all ranks have seen the same registrations."""
         keys = [f"rank/{rank}" for rank in range(self.size)]
-        deadline_s = time.monotonic() + timeout_s
+        awaited = list(keys)
         next_look_s, interval_s = 0.0, _FIRST_LOOK_S
 
         def is_complete() -> bool:
             nonlocal next_look_s, interval_s
             now_s = time.monotonic()
-            if not self._present and not _wait_a_slice(self._whole, keys, deadline_s - now_s):
+            if not self._present and not _are_there(self._whole, awaited):
                 return False
             if now_s >= next_look_s:
                 present = [_Registration.parse(text) for text in _values(self._whole, keys)]
@@ -554,7 +537,7 @@ class Meeting(Ranks):
                 if present != self._present and not self._is_complete():
                     self._see(present)
                     interval_s = _FIRST_LOOK_S
-                next_look_s, interval_s = now_s + interval_s, min(2 * interval_s, _SLICE_S)
+                next_look_s, interval_s = now_s + interval_s, min(2 * interval_s, _LONGEST_LOOK_S)
             return self._is_complete()
 
         def missing() -> list[int]:
@@ -598,10 +581,6 @@ class Meeting(Ranks):
                 "MASTER_PORT of its own"
             )
 
-    def _are_there(self, keys: list[str], left_s: float) -> bool:
-        """Wait for ``keys`` for a short time; return whether they are there."""
-        return _wait_a_slice(self.store, keys, left_s)
-
     def _check_processes(self, missing: Callable[[], Sequence[int]]) -> None:
         """Raise if a rank was refused, or one of the ranks ``missing`` can no longer join."""
         if self._whole.check(["refused"]):
@@ -637,16 +616,14 @@ def _values(store: Any, keys: list[str]) -> list[bytes]:
     return store.multi_get(keys) if store.has_extended_api() else [store.get(key) for key in keys]
 
 
-def _wait_a_slice(store: Store, keys: list[str], left_s: float) -> bool:
-    """Wait for ``keys`` for a short time; return whether they are there.
-
-    ``store.wait`` would print a warning whenever its time is over.
+def _are_there(store: Any, keys: list[str]) -> bool:
+    """Return whether all ``keys`` are in the store, and remove those that have been seen from the
+    list. Does not block, because threads of a process take turns with the store.
     """
-    end_s = time.monotonic() + min(_SLICE_S, left_s)
-    pause_s = len(keys) * _POLL_PER_KEY_S
-    while not store.check(keys):
-        if time.monotonic() >= end_s:
+    while keys:
+        if not store.check(keys[-1:]):
             return False
-        time.sleep(pause_s)
-        pause_s = max(pause_s, min(2 * pause_s, _LONGEST_POLL_S))
+        if store.check(keys):
+            return True
+        keys.pop()
     return True

@@ -22,11 +22,11 @@ __all__ = [
     "BackendsAsked",
     "TimeoutOnly",
     "backends_asked",
+    "backends_of_init",
     "callback_error",
     "find_torchdistx",
     "group_store",
     "has_fsdp2",
-    "meet_without_variables",
     "name_backend",
     "operator_results",
     "premul_factor",
@@ -108,26 +108,7 @@ def backends_asked() -> BackendsAsked | None:
         ) from error
 
 
-def meet_without_variables(backend: str, meet: Callable[[datetime.timedelta], Any]) -> None:
-    """Let ``init_process_group(backend)`` find its ranks with ``meet`` if neither RANK nor
-    WORLD_SIZE is set, where torch raises an error.
-
-    ``meet`` takes a timeout, and returns store, rank and size. Other backends, and calls that give
-    a rank, a size, a store or another ``init_method``, get what torch does.
-    """
-    handlers: Any = importlib.import_module("torch.distributed.rendezvous")._rendezvous_handlers
-    by_variables = handlers["env"]
-
-    def by_variables_or_meet(url: str, **kwargs: Any) -> Any:
-        has_variables = "RANK" in os.environ or "WORLD_SIZE" in os.environ
-        if has_variables or url != "env://" or backend not in _backends_of_init():
-            return by_variables(url, **kwargs)
-        return iter([meet(kwargs["timeout"])])
-
-    handlers["env"] = by_variables_or_meet
-
-
-def _backends_of_init() -> list[str]:
+def backends_of_init() -> list[str]:
     """Return the backends in the string given to the ``init_process_group`` that runs."""
     frame = frame_of(("init",), 2, sys.getrecursionlimit())
     return [] if frame is None else re.split("[:,]", str(frame.f_locals["backend"]))
@@ -182,19 +163,6 @@ def premul_factor(op: Any) -> float:
     return float(op.__getstate__()[1])
 
 
-def _gloo_group(store: Any, rank: int, size: int, timeout_s: float, address: str) -> Any:
-    """Return a private Gloo group that listens at ``address``; its collectives take lists of
-    tensors.
-    """
-    dist: Any = torch.distributed
-    options = dist.ProcessGroupGloo._Options()
-    options._timeout = datetime.timedelta(seconds=timeout_s)
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
-    group = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, options)
-    _gloo_groups.add(group)
-    return group
-
-
 def private_backend(
     name: str, store: Any, rank: int, size: int, timeout_s: float, address: str
 ) -> Any:
@@ -209,7 +177,13 @@ def private_backend(
     if name == "gloo":
         # Gloo waits for its peers inside the store, whose connection serves one thread at a time:
         # threads that make two backends in different orders would wait for each other.
-        return _gloo_group(store.clone(), rank, size, timeout_s, address)
+        prefixed = dist.PrefixStore("gloo", store.clone())
+        gloo = dist.ProcessGroupGloo._Options()
+        gloo._timeout = timeout
+        gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+        group = dist.ProcessGroupGloo(prefixed, rank, size, gloo)
+        _gloo_groups.add(group)
+        return group
     if name == "nccl":
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout

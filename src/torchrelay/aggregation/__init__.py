@@ -16,18 +16,17 @@ Public: :func:`all_reduce_`, :class:`Options`, :func:`stats`, :class:`PlaneStats
 from __future__ import annotations
 
 import atexit
-import functools
 import hashlib
 import os
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
-from torchrelay import _telemetry
-from torchrelay._torch import backends_asked, meet_without_variables
-from torchrelay.aggregation._backend import add_missing
+from torchrelay import _autoload, _telemetry
+from torchrelay._torch import BackendsAsked, backends_asked
 from torchrelay.aggregation._dummy import DummyPlane
 from torchrelay.aggregation._group import LIVING, SmlGroup
 from torchrelay.aggregation._hosts import HostsPlane
@@ -36,19 +35,17 @@ from torchrelay.aggregation._options import Options, resolve
 from torchrelay.aggregation._plane import LinkStats, Plane, PlaneStats
 from torchrelay.aggregation._shm import ShmPlane
 from torchrelay.config import Aggregation
-from torchrelay.errors import ConfigError, UnavailableError
+from torchrelay.errors import ConfigError, UnavailableError, UnsupportedError
 from torchrelay.world import Meeting, Process, World
 
 __all__ = ["LinkStats", "Options", "PlaneStats", "SmlGroup", "all_reduce_", "register", "stats"]
 
 
-@functools.cache
 def register() -> None:
     """Register ``sml`` with torch.distributed. Importing this module does so, and so does torch by
     its entry point, unless ``TORCH_DEVICE_BACKEND_AUTOLOAD=0``.
     """
-    dist.Backend.register_backend("sml", _create_group, extended_api=True, devices=["cpu", "cuda"])
-    meet_without_variables("sml", _meet)
+    _autoload.register_now()
 
 
 def stats() -> dict[str, PlaneStats]:
@@ -78,7 +75,7 @@ def _samples() -> Iterator[_telemetry.Sample]:
                 yield _telemetry.Sample(f"aggregation_{name}", meaning, "counter", value, labels)
 
 
-def _meet(timeout: timedelta) -> tuple[dist.Store, int, int]:
+def meet(timeout: timedelta) -> tuple[dist.Store, int, int]:
     """Return store, rank and size of a group that was made without the variables of torchrun.
 
     Raises:
@@ -93,7 +90,7 @@ def _meet(timeout: timedelta) -> tuple[dist.Store, int, int]:
     return world.connect(timeout.total_seconds()), world.rank, world.size
 
 
-def _create_group(given: Any, options: Options | None = None) -> SmlGroup:
+def create_group(given: Any, options: Options | None = None) -> SmlGroup:
     """Create a group; called by c10d."""
     rank, size = given.group_rank, given.group_size
     timeout_s = given.timeout.total_seconds()
@@ -118,10 +115,41 @@ def _create_group(given: Any, options: Options | None = None) -> SmlGroup:
     if asked is None:
         group = SmlGroup(plane, given.store, rank, size, timeout_s)
     else:
-        add_missing(asked, given, other_options)
+        _add_missing(asked, given, other_options)
         group = SmlGroup(plane, given.store, rank, size, timeout_s, own, asked.group)
     group.processes = processes
     return group
+
+
+def _add_missing(asked: BackendsAsked, given: Any, options: Any) -> None:
+    """Create the backends that c10d would have created after ``sml``.
+
+    c10d stops at the first backend that is a ProcessGroup. Ours is one, because Python cannot make
+    a Backend before torch 2.14.
+
+    Raises:
+        UnsupportedError: a backend other than Gloo and NCCL comes after ``sml``.
+    """
+    kinds = dist.ProcessGroup.BackendType
+    for device, name in asked.missing.items():
+        store = dist.PrefixStore(f"{device}/", asked.store)
+        if name == "gloo":
+            backend: Any = dist.ProcessGroupGloo(
+                store, given.group_rank, given.group_size, given.timeout
+            )
+        elif name == "nccl" and dist.is_nccl_available():
+            chosen = options if options is not None else dist.ProcessGroupNCCL.Options()
+            chosen._timeout = given.timeout
+            chosen.global_ranks_in_group = list(given.global_ranks_in_group)
+            chosen.group_name = given.group_id
+            backend = dist.ProcessGroupNCCL(store, given.group_rank, given.group_size, chosen)
+        else:
+            raise UnsupportedError(
+                f"sml: {device}:{name} after sml in {asked.text!r} is not supported here; name sml "
+                f"last, or make a group of its own for {device} tensors with "
+                f"new_group(backend={name!r})"
+            )
+        asked.group._register_backend(torch.device(device), getattr(kinds, name.upper()), backend)
 
 
 def _store_of(names: Sequence[int], store: Any) -> Any:

@@ -13,11 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchrelay._torch import is_host_memory
 from torchrelay.aggregation import _calls as calls
 from torchrelay.aggregation._dtypes import NATIVE, as_native
 from torchrelay.aggregation._plane import ANY_RANK, Op, Plane, Tensors, Transfer
-from torchrelay.aggregation._sparse import all_reduce_sparse
 from torchrelay.aggregation._staging import Staging
 from torchrelay.aggregation._work import (
     DoneWork,
@@ -26,12 +24,12 @@ from torchrelay.aggregation._work import (
     TransferWork,
     seconds,
 )
-from torchrelay.errors import ArgumentError
+from torchrelay.errors import ArgumentError, MismatchError, UnsupportedError
 
 __all__ = ["Collectives"]
 
-_ANY_DTYPE = (Op.SUM, Op.AVG, Op.PRODUCT, Op.MIN, Op.MAX)
 _DONE = DoneWork()
+_STRIDED = torch.strided
 
 
 class Collectives:
@@ -54,19 +52,26 @@ class Collectives:
 
     # --- reductions
 
-    def all_reduce_now(self, tensor: torch.Tensor, opts: Any) -> dist.Work | None:
-        """Run the most common call by the shortest path; return None for other calls."""
-        op, given, block = calls.reduction_of(opts)
-        timeout_s = self.timeout_s if given.days < 0 else seconds(given, self.timeout_s)
-        return _DONE if block and self.reduce_now(tensor, op, timeout_s) else None
-
-    def reduce_now(self, tensor: torch.Tensor, op: Op | float, timeout_s: float) -> bool:
-        """Reduce a plain tensor, blocking; return False, with nothing done, for other tensors."""
-        if not (op in _ANY_DTYPE and tensor.dtype in NATIVE and is_host_memory(tensor)):
-            return False
+    def sum_now(self, tensor: torch.Tensor, given: timedelta | None = None) -> dist.Work | None:
+        """Sum a plain tensor by the shortest path, blocking; return None, with nothing done, for
+        other tensors.
+        """
+        if (  # is_host_memory, without a call
+            type(tensor) is not torch.Tensor
+            or tensor.dtype not in NATIVE
+            or tensor.layout is not _STRIDED
+            or not tensor.is_cpu
+            or not tensor.is_contiguous()
+            or tensor.is_neg()
+        ):
+            return None
+        if given is None or given.days < 0:
+            timeout_s = self.timeout_s
+        else:
+            timeout_s = seconds(given, self.timeout_s)
         self.count += 1
-        self.plane.all_reduce(tensor, op, timeout_s, True)
-        return True
+        self.plane.all_reduce(tensor, Op.SUM, timeout_s, True)
+        return _DONE
 
     def all_reduce(self, tensors: Tensors, opts: Any) -> dist.Work:
         op, given, _ = calls.reduction_of(opts)
@@ -84,7 +89,7 @@ class Collectives:
         """
         self.count += 1
         for tensor in tensors:
-            all_reduce_sparse(self.plane, self.size, tensor, op, timeout_s)
+            _add_sparse(self.plane, self.size, tensor, op, timeout_s)
         return DoneWork(tensors)
 
     def reduce(self, tensors: Tensors, opts: Any) -> dist.Work:
@@ -290,3 +295,44 @@ def _reducible(
         with torch.no_grad():
             buffer = buffer.mul_(op) if in_place else buffer.mul(op)
     return as_native(buffer, Op.SUM)
+
+
+def _add_sparse(
+    plane: Plane, size: int, tensor: torch.Tensor, op: Op | float, timeout_s: float
+) -> None:
+    """Replace ``tensor`` (COO, of any number of sparse and dense dimensions) by the sum over all
+    ranks. Every rank gathers all indices and values, and adds them up.
+
+    Ranks may hold different indices. The result is coalesced, and the same on all ranks.
+
+    Raises:
+        UnsupportedError: another layout than COO, or another op than SUM.
+        MismatchError: the ranks' shapes or dtypes differ.
+    """
+    if tensor.layout is not torch.sparse_coo or op is not Op.SUM:
+        name = op.name if isinstance(op, Op) else "PREMUL_SUM"
+        raise UnsupportedError(
+            f"sml: {name} of {tensor.layout} tensors is not supported; all_reduce takes the SUM of "
+            "torch.sparse_coo tensors, all else needs dense ones (e.g. Embedding(sparse=False))"
+        )
+    with torch.no_grad():
+        mine = tensor.detach().cpu().coalesce()
+        indices, values = mine.indices().contiguous(), mine.values().contiguous()
+        facts = torch.tensor([mine.sparse_dim(), *mine.shape, mine._nnz()])
+        all_facts = [torch.empty_like(facts) for _ in range(size)]
+        plane.all_gather(all_facts, facts, timeout_s, True)
+        if any(not torch.equal(theirs[:-1], facts[:-1]) for theirs in all_facts):
+            shapes = [tuple(theirs[1:-1].tolist()) for theirs in all_facts]
+            raise MismatchError(
+                "all_reduce: the ranks' sparse tensors differ in shape or sparse dimensions: "
+                f"{shapes}"
+            )
+        counts = [int(theirs[-1]) for theirs in all_facts]
+        all_indices = [indices.new_empty(indices.shape[0], count) for count in counts]
+        all_values = [values.new_empty(count, *values.shape[1:]) for count in counts]
+        plane.all_gather(all_indices, indices, timeout_s, True)
+        plane.all_gather(all_values, values, timeout_s, True)
+        total = torch.sparse_coo_tensor(
+            torch.cat(all_indices, 1), torch.cat(all_values), mine.shape, check_invariants=False
+        )
+        tensor.copy_(total.coalesce())

@@ -7,7 +7,7 @@ import torch
 from torchrelay._native import Dtype, Op
 from torchrelay.errors import ArgumentError, UnsupportedError
 
-__all__ = ["NATIVE", "OPS", "as_native", "code", "name_of"]
+__all__ = ["NATIVE", "OPS", "as_native", "code"]
 
 NATIVE: dict[torch.dtype, Dtype] = {getattr(torch, dtype.name): dtype for dtype in Dtype}
 
@@ -43,13 +43,6 @@ _CODES = {
 def code(dtype: torch.dtype) -> int:
     """Return a number for ``dtype`` that is equal on every rank."""
     return _CODES.get(dtype, 255)
-
-
-def name_of(code_: int) -> str:
-    """Return the name of the dtype with this :func:`code`, for messages."""
-    return next(
-        (str(t).removeprefix("torch.") for t, number in _CODES.items() if number == code_), "bytes"
-    )
 
 
 def as_native(tensor: torch.Tensor, op: Op) -> tuple[torch.Tensor, Op]:

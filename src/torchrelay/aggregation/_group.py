@@ -22,10 +22,9 @@ from torchrelay._torch import (
     watched,
 )
 from torchrelay.aggregation import _calls as calls
-from torchrelay.aggregation._backend import SmlBackend
 from torchrelay.aggregation._collectives import Collectives
 from torchrelay.aggregation._dispatch import through_dispatcher
-from torchrelay.aggregation._plane import Op, Plane, PlaneStats, Tensors
+from torchrelay.aggregation._plane import Plane, PlaneStats, Tensors
 from torchrelay.errors import ArgumentError, UnsupportedError
 from torchrelay.world import Process
 
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["LIVING", "SmlGroup"]
 
 _AllreduceOptions = dist.AllreduceOptions
-_SUM = Op.SUM
+_SUM = dist.ReduceOp.SUM
 
 # c10d declares each method with overloads; here one method takes all forms.
 _c10d: Any = dist.distributed_c10d
@@ -76,7 +75,14 @@ def _method(
 
 
 class _NamedGroup(_ProcessGroup):  # type: ignore[misc]
-    """A group's rank, size, store and names. Those that c10d sets reach ``others`` too."""
+    """A group's rank, size, store and names. Those that c10d sets reach ``others`` too.
+
+    It is also the backend of its devices that c10d asks for what it supports.
+    """
+
+    supports_coalescing = supports_shrinking = supports_splitting = supports_time_estimate = False
+    # Since torch 2.15.
+    supports_reconfigure = supports_window = False
 
     def __init__(self, store: Store, rank: int, size: int, others: Any) -> None:
         super().__init__(rank, size)
@@ -85,8 +91,16 @@ class _NamedGroup(_ProcessGroup):  # type: ignore[misc]
         self._name = self._desc = ""
         name_backend(self, "sml")
 
-    def getBackendName(self) -> str:
+    def name(self) -> str:
         return "sml"
+
+    getBackendName = name  # noqa: N815 - c10d calls it
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        return False
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        """Do nothing: ranks are connected once the group exists."""
 
     def getRank(self) -> int:
         return self._rank
@@ -123,10 +137,6 @@ class SmlGroup(_NamedGroup):
         others: a plain group of the same ranks that holds the backends of all other device types.
     """
 
-    # Since torch 2.15.
-    supports_reconfigure = False
-    supports_window = False
-
     def __init__(
         self,
         plane: Plane,
@@ -143,7 +153,6 @@ class SmlGroup(_NamedGroup):
         self._has_cpu = "cpu" in devices
         # Those of its ranks, by global rank, while it is in use.
         self.processes: dict[int, Process] = {}
-        self._backend = SmlBackend(self)
         self.is_closed = False
         LIVING.add(self)
 
@@ -177,7 +186,7 @@ class SmlGroup(_NamedGroup):
         is none.
         """
         if torch.device(device).type in self._devices:
-            return TimeoutOnly(self.set_timeout) if is_setting_timeout() else self._backend
+            return TimeoutOnly(self.set_timeout) if is_setting_timeout() else self
         return self._others._get_backend(torch.device(device))
 
     def _start_coalescing(self, device: torch.device) -> None:
@@ -230,11 +239,7 @@ class SmlGroup(_NamedGroup):
 
     def sum_now(self, tensor: torch.Tensor) -> bool:
         """Sum a plain CPU tensor by the shortest path; return False for other tensors."""
-        return (
-            self._has_cpu
-            and type(tensor) is torch.Tensor
-            and self._on.reduce_now(tensor, _SUM, self._on.timeout_s)
-        )
+        return self._has_cpu and self._on.sum_now(tensor) is not None
 
     def row_gather(self, row: torch.Tensor, rows: torch.Tensor) -> Callable[[], None]:
         """Return a function that copies every rank's plain CPU ``row`` into ``rows``, blocking."""
@@ -253,12 +258,13 @@ class SmlGroup(_NamedGroup):
             (tensors,) = calls.as_lists((tensors,))
             opts = calls.options_of(_AllreduceOptions, (opts, op, timeout))
         if (
-            len(tensors) == 1
-            and self._has_cpu
+            self._has_cpu
+            and len(tensors) == 1
+            and not getattr(opts, "asyncOp", True)
+            and opts.reduceOp == _SUM
             and not watched()
-            and not dispatches_itself(tensors[0])
         ):
-            work = self._on.all_reduce_now(tensors[0], opts)
+            work = self._on.sum_now(tensors[0], opts.timeout)
             if work is not None:
                 return work
         return self._call("allreduce", self._on.all_reduce, (tensors,), opts)

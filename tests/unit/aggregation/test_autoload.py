@@ -5,11 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from typing import Any
 
 import pytest
-
-from torchrelay import _autoload
 
 WITHOUT_IMPORT = """
 import sys
@@ -90,23 +87,19 @@ def test_a_failed_registration_is_a_warning_when_sml_is_asked_for() -> None:
     assert group == "SmlGroup 0"
 
 
-def test_what_fails_when_sml_is_loaded_is_a_warning_and_torch_goes_on(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    monkeypatch.setitem(sys.modules, "torchrelay.aggregation", None)  # its import fails
-    urls = []
+LOADS = """
+import sys
+import torch.distributed as dist
+sys.modules["torchrelay.aggregation"] = None  # its import fails
+for backend in ("gloo", "sml"):
+    try:
+        dist.init_process_group(backend)
+    except (ValueError, ImportError) as error:
+        print(error)
+"""
 
-    def by_variables(url: str, **_: Any) -> str:
-        urls.append(url)
-        return "what torch does"
 
-    handlers: dict[str, Any] = {"env": by_variables}
-    _autoload._load_before_failing(handlers)
-    assert handlers["env"]("env://?rank=0") == "what torch does"  # loads nothing
-    with pytest.warns(UserWarning, match=r"sml cannot be loaded: .*torchrelay\.aggregation"):
-        assert handlers["env"]("env://") == "what torch does"
-    assert handlers["env"] is by_variables and urls == ["env://?rank=0", "env://"]
-    with pytest.raises(ImportError, match=r"torchrelay\.aggregation"):
-        _autoload._create_group(None)
+@pytest.mark.timeout(300)
+def test_what_fails_when_sml_is_loaded_is_raised_where_sml_is_asked_for() -> None:
+    gloo, sml = python(LOADS)
+    assert "environment variable RANK expected" in gloo and "torchrelay.aggregation" in sml
