@@ -24,7 +24,6 @@ port = 0
 arena_bytes = 4_000_000
 request_bytes = 1_000_000
 threads = 1
-client_limit = 2
 run_timeout_s = 600
 grace_s = 60  # a loaded machine ends workers slowly
 repository_control = true
@@ -119,12 +118,12 @@ def post(
             return error.code, json.loads(error.read())
 
 
-def slow_request(seconds: float, client: str = "") -> bytes:
+def slow_request(seconds: float) -> bytes:
     inputs = [
         {"name": "x", "datatype": "FP32", "shape": [1, 8], "data": [1.0] * 8},
         {"name": "seconds", "datatype": "FP32", "shape": [], "data": [seconds]},
     ]
-    return json.dumps({"inputs": inputs, "parameters": {"client": client}}).encode()
+    return json.dumps({"inputs": inputs}).encode()
 
 
 def running(url: str) -> list[int]:

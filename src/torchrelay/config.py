@@ -388,16 +388,12 @@ class Switching(Section, name="switching"):
     queue_limit: int = setting(
         256, "maximum number of waiting requests", unit="requests", minimum=1
     )
-    client_limit: int = setting(
-        64, "maximum number of waiting requests of one client", unit="requests", minimum=1
-    )
     run_timeout_s: float = setting(
         60.0, "a worker that computes one request for longer is ended", unit="s", minimum=0.0
     )
     start_timeout_s: float = setting(
         120.0, "how long a worker may take to start, or to build a model", unit="s", minimum=0.0
     )
-    prefetch: bool = setting(True, "copy the next request's model while the current one computes")
     grouping: str = setting(
         "best",
         "how layers are grouped for copying; one group, or one for each layer, is for comparison",

@@ -7,7 +7,7 @@ model that lost some of its groups keeps the others.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from torchrelay.errors import ArgumentError, CapacityError
@@ -45,7 +45,7 @@ class Placement:
 class _Tenant:
     """The state of one model in the arena."""
 
-    offsets: dict[int, int] = field(default_factory=dict)
+    blocks: dict[int, Block] = field(default_factory=dict)  # by group
     ready: set[int] = field(default_factory=set)
     pins: int = 0
     priority: int = 0
@@ -57,13 +57,14 @@ class Arena:
 
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes = size_bytes // align(1) * align(1)
-        self._blocks = [Block(0, self.size_bytes)]
         self._tenants: dict[str, _Tenant] = {}
         self._clock = 0
 
-    def blocks(self) -> tuple[Block, ...]:
+    def blocks(self) -> list[Block]:
         """Return all blocks, free ones included, by offset."""
-        return tuple(self._blocks)
+        return self._tiled(
+            block for tenant in self._tenants.values() for block in tenant.blocks.values()
+        )
 
     def is_resident(self, model: str, groups: int) -> bool:
         """Return whether all `groups` groups of `model` hold their data."""
@@ -90,35 +91,29 @@ class Arena:
                 "start the server with a larger arena"
             )
         tenant = self._tenants.get(model, _Tenant())
-        attempt = self._place(model, sizes, tenant.offsets, self._blocks)
-        if attempt is None and tenant.pins == 0:
-            # What stays may lie so that the rest finds no run. One free run is enough for any order
-            # of groups.
-            attempt = self._place(model, sizes, {}, self._unpinned_freed())
-        if attempt is None:
-            return None
-        blocks, offsets = attempt
-        evicted: list[tuple[str, int]] = []
-        if blocks is not self._blocks:  # some groups were not in place
-            kept = {(block.model, block.group) for block in blocks}
-            evicted = [
-                (block.model, block.group)
-                for block in self._blocks
-                if block.model and (block.model, block.group) not in kept
-            ]
-        self._blocks = blocks
-        for other, group in evicted:
-            self._drop(other, group)
-        tenant.ready = {
-            group for group in tenant.ready if tenant.offsets.get(group) == offsets[group]
-        }
-        tenant.offsets = dict(enumerate(offsets))
+        evicted: list[Block] = []
+        if len(tenant.blocks) < len(sizes):
+            blocks = self.blocks()
+            placed = self._place(model, sizes, blocks)
+            if placed is None and tenant.pins == 0:
+                # What stays may lie so that the rest finds no run. One free run is enough for any
+                # order of groups.
+                pinned = (one for one in blocks if one.model and self._tenants[one.model].pins)
+                placed = self._place(model, sizes, self._tiled(pinned))
+            if placed is None:
+                return None
+            kept = set(placed)
+            evicted = [block for block in blocks if block.model and block not in kept]
+            for block in evicted:
+                self._drop(block.model, block.group)
+            tenant.blocks = {block.group: block for block in placed if block.model == model}
         tenant.pins += 1
         tenant.priority = priority
         self._touch(tenant)
         self._tenants[model] = tenant
+        offsets = tuple(tenant.blocks[group].offset_bytes for group in range(len(sizes)))
         missing = tuple(group for group in range(len(sizes)) if group not in tenant.ready)
-        return Placement(tuple(offsets), missing, tuple(evicted))
+        return Placement(offsets, missing, tuple((one.model, one.group) for one in evicted))
 
     def mark_ready(self, model: str, group: int) -> None:
         """Record that the group's bytes hold its data."""
@@ -136,8 +131,8 @@ class Arena:
         tenant.pins -= 1
         self._touch(tenant)
         if tenant.pins == 0:
-            for group in set(tenant.offsets) - tenant.ready:
-                self._free(model, group)
+            for group in tenant.blocks.keys() - tenant.ready:
+                self._drop(model, group)
 
     def evict(self, model: str) -> None:
         """Free every group of `model`, if it has any.
@@ -147,8 +142,6 @@ class Arena:
         """
         if self.is_pinned(model):
             raise ArgumentError(f"model {model!r} is in use and cannot be evicted")
-        for group in list(self._tenants.get(model, _Tenant()).offsets):
-            self._free(model, group)
         self._tenants.pop(model, None)
 
     def _touch(self, tenant: _Tenant) -> None:
@@ -157,52 +150,40 @@ class Arena:
 
     def _drop(self, model: str, group: int) -> None:
         tenant = self._tenants[model]
-        del tenant.offsets[group]
+        del tenant.blocks[group]
         tenant.ready.discard(group)
-        if not tenant.offsets and not tenant.pins:
+        if not tenant.blocks and not tenant.pins:
             del self._tenants[model]
 
-    def _free(self, model: str, group: int) -> None:
-        self._blocks = _merged(
-            Block(block.offset_bytes, block.size_bytes)
-            if (block.model, block.group) == (model, group)
-            else block
-            for block in self._blocks
-        )
-        self._drop(model, group)
+    def _tiled(self, blocks: Iterable[Block]) -> list[Block]:
+        """Return `blocks` by offset, with a free one for each gap between them."""
+        tiled: list[Block] = []
+        start = 0
+        used = sorted((one for one in blocks if one.size_bytes), key=lambda one: one.offset_bytes)
+        for block in [*used, Block(self.size_bytes, 0)]:
+            if block.offset_bytes > start:
+                tiled.append(Block(start, block.offset_bytes - start))
+            if block.size_bytes:
+                tiled.append(block)
+            start = block.end_bytes
+        return tiled
 
-    def _unpinned_freed(self) -> list[Block]:
-        return _merged(
-            block
-            if block.model and self._tenants[block.model].pins
-            else Block(block.offset_bytes, block.size_bytes)
-            for block in self._blocks
-        )
-
-    def _place(
-        self, model: str, sizes: Sequence[int], kept: dict[int, int], blocks: list[Block]
-    ) -> tuple[list[Block], list[int]] | None:
-        """Return `blocks` with the groups of `model` that are not `kept`, and all its groups'
-        offsets.
-        """
-        offsets = dict(kept)
+    def _place(self, model: str, sizes: Sequence[int], blocks: list[Block]) -> list[Block] | None:
+        """Return `blocks` with those groups of `model` that they lack, empty groups included."""
+        kept = {block.group for block in blocks if block.model == model}
+        empty = [Block(0, 0, model, group) for group, size in enumerate(sizes) if not size]
         # Large groups first: small ones fit what is left.
-        for group in sorted(set(range(len(sizes))) - set(kept), key=lambda one: -sizes[one]):
-            if sizes[group] == 0:
-                offsets[group] = 0
-                continue
+        lacking = {group for group, size in enumerate(sizes) if size} - kept
+        for group in sorted(lacking, key=lambda one: -sizes[one]):
             window = self._cheapest_window(blocks, model, sizes[group])
             if window is None:
                 return None
             start, end = window
-            first, last = blocks[start], blocks[end - 1]
-            new = Block(first.offset_bytes, sizes[group], model, group)
-            rest = Block(new.end_bytes, last.end_bytes - new.end_bytes)
-            blocks = _merged(
-                [*blocks[:start], new, *([rest] if rest.size_bytes else []), *blocks[end:]]
+            new = Block(blocks[start].offset_bytes, sizes[group], model, group)
+            blocks = self._tiled(
+                block for block in [*blocks[:start], new, *blocks[end:]] if block.model
             )
-            offsets[group] = new.offset_bytes
-        return blocks, [offsets[group] for group in range(len(sizes))]
+        return [*blocks, *empty]
 
     def _cheapest_window(
         self, blocks: list[Block], model: str, size_bytes: int
@@ -210,34 +191,19 @@ class Arena:
         """Return the run of blocks [start, end) of at least `size_bytes` whose eviction costs
         least.
         """
-        best: tuple[int, int] | None = None
-        best_cost: tuple[int, int, int, int] | None = None
+        found: list[tuple[int, ...]] = []  # priority, last use, bytes lost, bytes, start, end
         for start in range(len(blocks)):
             total = lost = 0
             worst = (-(1 << 62), 0)
-            for end in range(start, len(blocks)):
-                block = blocks[end]
+            for end, block in enumerate(blocks[start:], start + 1):
                 if block.model:
-                    if block.model == model or self._tenants[block.model].pins:
+                    tenant = self._tenants.get(block.model)
+                    if tenant is None or block.model == model or tenant.pins:
                         break
-                    tenant = self._tenants[block.model]
                     worst = max(worst, (tenant.priority, tenant.last_used))
                     lost += block.size_bytes
                 total += block.size_bytes
                 if total >= size_bytes:
-                    cost = (*worst, lost, total)
-                    if best_cost is None or cost < best_cost:
-                        best, best_cost = (start, end + 1), cost
+                    found.append((*worst, lost, total, start, end))
                     break
-        return best
-
-
-def _merged(blocks: Sequence[Block] | Iterator[Block]) -> list[Block]:
-    """Return `blocks` with neighbouring free ones joined."""
-    merged: list[Block] = []
-    for block in blocks:
-        if merged and not block.model and not merged[-1].model:
-            merged[-1] = Block(merged[-1].offset_bytes, merged[-1].size_bytes + block.size_bytes)
-        else:
-            merged.append(block)
-    return merged
+        return min(found)[4:] if found else None  # type: ignore[return-value]

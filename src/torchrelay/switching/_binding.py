@@ -22,7 +22,7 @@ from torchrelay.errors import ModelError
 from torchrelay.switching._contract import align
 from torchrelay.switching._layout import Layout, TensorSpec, view_of
 
-__all__ = ["Arrivals", "Binding"]
+__all__ = ["Arrivals", "Binding", "prepare"]
 
 
 @dataclass
@@ -53,6 +53,7 @@ class Binding:
             nowhere: the first of `layout.size_bytes` addresses of `device` without memory.
         """
         self.module = module
+        self.layout = layout
         self._device = device
         self._kept = ""  # the path of a tensor of which something else keeps a view
         self._slots: list[_Slot] = []
@@ -74,6 +75,10 @@ class Binding:
                 _replace(module, path, tensor)
             slot.tensors.append((tensor, spec))
             slot.absent_views.append(_view(slot.absent, spec))
+
+    def addresses(self) -> list[int]:
+        """Return where each storage is bound; 0 for those that are absent or empty."""
+        return [slot.address for slot in self._slots]
 
     def bind(self, storage: int, address: int) -> None:
         """Let the tensors of `storage` view the bytes at `address`; free if they do already."""
@@ -146,6 +151,13 @@ class Arrivals(TorchDispatchMode):
                     self._wait(storage)
                     self._binding.correct(value, storage)
         return func(*args, **(kwargs or {}))
+
+
+def prepare() -> None:
+    """Import what torch imports when the first dispatch mode is entered; that takes seconds."""
+    empty = Binding(torch.nn.Module(), Layout((), ()), torch.device("cpu"), 0)
+    with Arrivals(empty, lambda _: None):
+        torch.zeros(1)
 
 
 def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Iterator[torch.Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -14,7 +15,7 @@ from torchrelay.errors import ArgumentError, CapacityError, ProtocolError
 from torchrelay.switching._contract import ALIGNMENT_BYTES, DeviceMemory, align
 from torchrelay.switching._descriptors import receive_descriptor, send_descriptor
 from torchrelay.switching._host import HostMemory
-from torchrelay.switching._layout import unique_storages
+from torchrelay.switching._layout import layout_of
 
 __all__ = ["Region", "SharedCache"]
 
@@ -216,17 +217,15 @@ class SharedCache(Resource):
         return region
 
 
+@dataclass(eq=False)
 class Region:
     """A part of a shared cache from which tensors are allocated one after the other."""
 
-    def __init__(
-        self, cache: SharedCache, purpose: str, size_bytes: int, offset_bytes: int
-    ) -> None:
-        self._cache = cache
-        self.purpose = purpose
-        self.size_bytes = size_bytes
-        self.offset_bytes = offset_bytes
-        self.used_bytes = 0
+    cache: SharedCache
+    purpose: str
+    size_bytes: int
+    offset_bytes: int
+    used_bytes: int = 0
 
     def __str__(self) -> str:
         return f"a {self.purpose} region of {self.size_bytes} bytes at offset {self.offset_bytes}"
@@ -248,7 +247,7 @@ class Region:
                 f"{size_bytes} bytes do not fit the {self.purpose} region: {self.used_bytes} of "
                 f"its {self.size_bytes} bytes are in use; reset() it or insert a larger one"
             )
-        tensor = self._cache.tensor(shape, dtype, self.offset_bytes + self.used_bytes)
+        tensor = self.cache.tensor(shape, dtype, self.offset_bytes + self.used_bytes)
         self.used_bytes += align(size_bytes)
         return tensor
 
@@ -261,7 +260,7 @@ class Region:
         Raises:
             CapacityError: they do not fit; nothing has been moved.
         """
-        storages = unique_storages(module)
+        _, storages = layout_of(module)
         wanted = sum(align(storage.size_bytes) for storage in storages)
         if self.used_bytes + wanted > self.size_bytes:
             raise CapacityError(

@@ -23,7 +23,7 @@ from torchrelay.errors import (
     UnavailableError,
     from_json,
 )
-from torchrelay.switching._tensors import HEADER, decode, encode, parse_body
+from torchrelay.switching._tensors import HEADER, check_tensors, decode, encode, parse_body
 
 __all__ = ["Client"]
 
@@ -75,7 +75,6 @@ class Client(Resource):
         *,
         priority: int = 0,
         deadline_s: float | None = None,
-        client: str = "",
     ) -> dict[str, torch.Tensor]:
         """Return the model's outputs by name. Blocks.
 
@@ -83,12 +82,11 @@ class Client(Resource):
             NotFoundError, ModelError, OverloadedError, ...: as :meth:`Switcher.submit`.
             PeerLostError: the server cannot be reached.
         """
+        check_tensors(inputs)
         entries, raw = encode(inputs, binary=True)
         parameters: dict[str, Any] = {"binary_data_output": True}
         if priority:
             parameters["priority"] = priority
-        if client:
-            parameters["client"] = client
         if deadline_s is not None:
             parameters["timeout"] = int(deadline_s * 1e6)
         header = json.dumps({"inputs": entries, "parameters": parameters}).encode()
@@ -133,7 +131,8 @@ class Client(Resource):
     ) -> tuple[bytes, str | None]:
         with self._lock:
             try:
-                answer = self._exchange(method, path, body, headers)
+                response = self._response(method, path, body, headers | self._headers)
+                data = response.read()
             except TimeoutError as error:
                 self._connection.close()
                 raise OperationTimeoutError(
@@ -144,27 +143,22 @@ class Client(Resource):
                 raise PeerLostError(
                     f"{self.url} cannot be reached: {error!r}; is the server running?"
                 ) from error
-        status, data, length = answer
-        if status >= 400:
-            raise _error(status, data)
-        return data, length
+        if response.status >= 400:
+            raise _error(response.status, data)
+        return data, response.headers.get(HEADER)
 
-    def _exchange(
-        self, method: str, path: str, body: bytes, headers: dict[str, str]
-    ) -> tuple[int, bytes, str | None]:
-        reused = self._connection.sock is not None
-        headers = headers | self._headers
-        try:
-            self._connection.request(method, path, body, headers)
-            response = self._connection.getresponse()
-        except (http.client.RemoteDisconnected, BrokenPipeError, ConnectionResetError):
-            # The server closes idle connections; nothing was answered on this one.
-            self._connection.close()
-            if not reused:
-                raise
-            self._connection.request(method, path, body, headers)
-            response = self._connection.getresponse()
-        return response.status, response.read(), response.headers.get(HEADER)
+    def _response(self, *request: Any) -> http.client.HTTPResponse:
+        is_new = self._connection.sock is None
+        while True:
+            try:
+                self._connection.request(*request)
+                return self._connection.getresponse()
+            except (http.client.RemoteDisconnected, BrokenPipeError, ConnectionResetError):
+                # The server closes idle connections; nothing was answered on this one.
+                self._connection.close()
+                if is_new:
+                    raise
+                is_new = True
 
 
 def _error(status: int, data: bytes) -> TorchRelayError:

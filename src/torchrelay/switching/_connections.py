@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import os
 import socket
@@ -17,11 +18,11 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from torchrelay.errors import UnavailableError
 
-__all__ = ["HEAD_TIMEOUT_S", "MAX_CONNECTIONS", "ON_DISCONNECT", "Connection", "Server", "bind"]
+__all__ = ["MAX_CONNECTIONS", "ON_DISCONNECT", "REQUEST_TIMEOUT_S", "Connection", "Server", "bind"]
 
 MAX_CONNECTIONS = 1024
-#: How long a connection may take to send the head of its first or next request.
-HEAD_TIMEOUT_S = 30.0
+#: How long a connection may take to send the head of its first or next request, and then its body.
+REQUEST_TIMEOUT_S = 60.0
 #: The key of a scope under which an application puts what to call if its client goes away.
 ON_DISCONNECT = "torchrelay.on_disconnect"
 _LAST_S = 1.0  # after the grace, for what is still to be closed
@@ -58,10 +59,9 @@ class Server(uvicorn.Server):
     def __init__(
         self,
         app: Any,
-        *,
-        grace_s: float = 1.0,
-        on_start: Callable[[], object] = lambda: None,
-        has_failed: Callable[[], bool] = lambda: False,
+        grace_s: float,
+        on_start: Callable[[], object],
+        has_failed: Callable[[], bool],
     ) -> None:
         """Make a server.
 
@@ -73,6 +73,8 @@ class Server(uvicorn.Server):
         config = uvicorn.Config(
             app,
             http=Connection,
+            ws="none",
+            lifespan="off",
             log_level="warning",
             access_log=False,
             proxy_headers=False,
@@ -110,11 +112,11 @@ class Server(uvicorn.Server):
 
 
 class Connection(HttpToolsProtocol):
-    """One client's connection. It is closed if no request's head is complete in time; the one that
-    has waited longest, if there are too many.
+    """One client's connection. It is closed if no complete request comes in time; the one that has
+    waited longest, if there are too many.
     """
 
-    _head_timer: asyncio.TimerHandle | None = None
+    _timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
         if len(self.connections) >= MAX_CONNECTIONS:
@@ -124,7 +126,7 @@ class Connection(HttpToolsProtocol):
                 return
             min(idle, key=lambda one: one.idle_since).transport.abort()
         super().connection_made(transport)
-        self._wait_for_head()
+        self._start_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
@@ -136,25 +138,40 @@ class Connection(HttpToolsProtocol):
                 on_disconnect()
 
     def on_headers_complete(self) -> None:
-        self._stop_timer()
         super().on_headers_complete()
+        if not self.pipeline:  # what follows an unanswered request is not read on
+            self._start_timer()
+
+    def on_message_complete(self) -> None:
+        self._stop_timer()
+        super().on_message_complete()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self.is_idle:
-            self._wait_for_head()
+        if self.is_idle or self.cycle.more_body:
+            self._start_timer()
 
     @property
     def is_idle(self) -> bool:
         """Whether no request is being read or answered."""
         return self.cycle is None or self.cycle.response_complete
 
-    def _wait_for_head(self) -> None:
+    def _start_timer(self) -> None:
         self._stop_timer()
         self.idle_since = self.loop.time()
-        self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self.transport.abort)
+        self._timer = self.loop.call_later(REQUEST_TIMEOUT_S, self._give_up)
 
     def _stop_timer(self) -> None:
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _give_up(self) -> None:
+        if not self.is_idle and not self.cycle.response_started:
+            error = f"the body did not arrive: it may take {REQUEST_TIMEOUT_S:g} s"
+            body = json.dumps({"error": error, "type": "OperationTimeoutError"})
+            self.transport.write(
+                b"HTTP/1.1 408 Request Timeout\r\nContent-Type: application/json\r\n"
+                b"Connection: close\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body.encode())
+            )
+        self.transport.close()

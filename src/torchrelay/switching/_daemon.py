@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import platform
 import time
 from collections import Counter
 from concurrent.futures import Future
@@ -20,9 +19,9 @@ from torchrelay.switching._loop import Loop
 from torchrelay.switching._planner import Costs
 from torchrelay.switching._queue import Reply, Request, RequestQueue
 from torchrelay.switching._residency import Residency
-from torchrelay.switching._scheduler import Task, TrainingScheduler
+from torchrelay.switching._scheduler import TrainingHandle, TrainingScheduler
 from torchrelay.switching._statistics import COUNTERS
-from torchrelay.switching._store import StoredModel
+from torchrelay.switching._store import ModelStore, StoredModel
 
 __all__ = ["Daemon"]
 
@@ -36,9 +35,12 @@ class Daemon:
     ``loop.changing()``.
     """
 
-    def __init__(self, cache: SharedCache, link: Link, costs: Costs, options: Switching) -> None:
+    def __init__(
+        self, store: ModelStore, cache: SharedCache, link: Link, costs: Costs, options: Switching
+    ) -> None:
         self.options = options
-        self.queue = RequestQueue(options.queue_limit, options.client_limit)
+        self._store = store
+        self.queue = RequestQueue(options.queue_limit)
         self.counts = Counter(dict.fromkeys(COUNTERS, 0))
         self.loop = Loop(self.decide, self._crashed)
         self._draining_until: float | None = None
@@ -46,30 +48,11 @@ class Daemon:
         self.failure: UnavailableError | None = None  # an error of the daemon itself, that ended it
         self.residency = Residency(self.loop, link, cache.size_bytes, self.counts)
         self.loop.on_end = self.residency.close
-        self.fleet = Fleet(
-            self.loop, cache, options, on_message=self._on_message, on_lost=self._on_lost
-        )
+        self.fleet = Fleet(self.loop, cache, options, self._on_message, self._on_lost)
         self.training = TrainingScheduler(self.fleet)
-        self.catalog = Catalog(
-            self.loop,
-            self.queue,
-            self.residency,
-            self.fleet,
-            link,
-            costs,
-            options,
-            profiled_on=f"{platform.node()}-{cache.device}-{options.threads}",
-            fail_waiting=self._fail_waiting,
-        )
-        self.dispatcher = Dispatcher(
-            self.queue,
-            self.catalog,
-            self.residency,
-            self.fleet,
-            self.counts,
-            self.loop,
-            options,
-        )
+        parts = self.queue, self.residency, self.fleet
+        self.catalog = Catalog(self.loop, *parts, link, costs, options)
+        self.dispatcher = Dispatcher(self.catalog, *parts, self.counts, self.loop, options)
 
     @property
     def is_draining(self) -> bool:
@@ -112,10 +95,10 @@ class Daemon:
         reply: Reply = request.future.result()
         return reply
 
-    def train(self, task: Task) -> None:
+    def train(self, task: TrainingHandle) -> None:
         """Queue a training task."""
         self._check_open()
-        self.training.submit(task)
+        self.training.waiting.append(task)
 
     def drain(self, grace_s: float) -> None:
         """Refuse new requests, and end when the queued ones are done or `grace_s` has passed."""
@@ -130,19 +113,21 @@ class Daemon:
             return math.inf
         self.catalog.retire(self.dispatcher.model)
         self.catalog.build()
-        self._expire()
+        for request, error in self.queue.take_expired():
+            self.counts["expired"] += 1
+            self.dispatcher.fail(request, error)
+        self.fleet.replace_late()
         if self.fleet.broken is not None:
-            self._fail_everything(self.fleet.broken)
+            self.catalog.fail_all(self.fleet.broken)
         self.dispatcher.start_next(self.training.pause)
         if self.dispatcher.request is None and not self.queue and not self.is_draining:
             self.training.start_next()
-        if self.dispatcher.request is not None and self.options.prefetch:
+        if self.dispatcher.request is not None:
             self._prefetch()
         return min(
             self.queue.next_deadline(),
-            self.fleet.check_starts(),
-            self.catalog.check_builds(self.options.start_timeout_s),
-            self.dispatcher.check_time(),
+            self.fleet.next_check(),
+            self.dispatcher.batch_starts_at,
             math.inf if self._draining_until is None else self._draining_until,
         )
 
@@ -155,16 +140,13 @@ class Daemon:
     def _check_model(self, name: str) -> None:
         served = self.catalog.models.get(name)
         if served is None:
-            names = ", ".join(sorted(self.catalog.models)) or "none"
-            raise NotFoundError(f"there is no model {name!r}; loaded are {names}")
+            loaded = f"loaded are {', '.join(sorted(self.catalog.models)) or 'none'}"
+            if name in self._store.names():
+                raise NotFoundError(f"model {name!r} is not loaded: call load({name!r}); {loaded}")
+            raise NotFoundError(f"there is no model {name!r}; {loaded}")
         error = served.error or self.fleet.broken
         if error is not None:
             raise error
-
-    def _expire(self) -> None:
-        for request, error in self.queue.take_expired():
-            self.counts["expired"] += 1
-            self.dispatcher.fail(request, error)
 
     def _prefetch(self) -> None:
         """Copy the model of the next request while the running one computes, if there is space."""
@@ -210,10 +192,9 @@ class Daemon:
         elif worker is self.dispatcher.worker:
             self.dispatcher.on_message(message)
 
-    def _on_lost(self, worker: WorkerProcess, reason: str) -> None:
-        self.catalog.on_lost(worker, reason)
-        self.training.on_lost(worker, reason)
-        self.dispatcher.on_lost(worker, reason)
+    def _on_lost(self, worker: WorkerProcess) -> None:
+        for part in (self.catalog, self.training, self.dispatcher):
+            part.on_lost(worker)
 
     def _crashed(self, error: BaseException) -> None:
         """Fail everything: an error of the daemon must not leave callers waiting."""
@@ -222,17 +203,6 @@ class Daemon:
 
     # --- the end
 
-    def _fail_waiting(self, model: str, error: TorchRelayError) -> None:
-        for request in self.queue:
-            if request.model == model:
-                self.queue.remove(request)
-                self.dispatcher.fail(request, error)
-
-    def _fail_everything(self, error: TorchRelayError) -> None:
-        for name, served in self.catalog.models.items():
-            self._fail_waiting(name, error)
-            served.fail(error)
-
     def _is_drained(self, limit: float) -> bool:
         busy = self.dispatcher.request or self.training.running or len(self.queue)
         return not busy or time.monotonic() >= limit
@@ -240,7 +210,7 @@ class Daemon:
     def _end(self, error: UnavailableError) -> None:
         self._ended = error
         is_busy = self.dispatcher.request is not None or self.training.running is not None
-        self._fail_everything(error)
+        self.catalog.fail_all(error)
         if self.dispatcher.request is not None:
             self.dispatcher.fail(self.dispatcher.request, error)
         self.training.fail_all(error)

@@ -17,7 +17,6 @@ from torchrelay.errors import (
     OperationTimeoutError,
     PeerLostError,
     ProtocolError,
-    UnavailableError,
 )
 
 __all__ = ["receive_descriptor", "send_descriptor"]
@@ -41,23 +40,19 @@ def send_descriptor(
     """
     path, deadline = Path(address), time.monotonic() + timeout_s
     with _listening(path) as listener:
-        connection = None
-        while connection is None:
+        channel = None
+        while channel is None:
             listener.settimeout(_seconds_until(deadline))
             try:
-                connection = _of_this_user(listener.accept()[0])
+                channel = _channel_of_this_user(listener.accept()[0])
             except TimeoutError:
                 raise OperationTimeoutError(
                     f"no process received the shared cache at {path} within {timeout_s:g} s; call "
                     "recv() there"
                 ) from None
-        with contextlib.closing(Channel(connection)) as channel:
-            try:
-                channel.send(header, [descriptor])
-                acknowledged = channel.receive(_seconds_until(deadline))
-            except PeerLostError as error:
-                raise PeerLostError(f"the receiver at {path} is lost: {error}") from error
-            if acknowledged is None:
+        with contextlib.closing(channel):
+            channel.send(header, [descriptor])
+            if channel.receive(_seconds_until(deadline)) is None:
                 raise PeerLostError(f"the receiver at {path} did not map the cache in time")
 
 
@@ -77,10 +72,10 @@ def receive_descriptor(address: str | Path, *, timeout_s: float) -> tuple[dict[s
                 "the process that allocated it"
             )
         time.sleep(_POLL_S)
-    ours = _of_this_user(connection)
-    if ours is None:
+    channel = _channel_of_this_user(connection)
+    if channel is None:
         raise ProtocolError(f"the process that listens at {path} belongs to another user")
-    with contextlib.closing(Channel(ours)) as channel:
+    with contextlib.closing(channel):
         try:
             received = channel.receive(_seconds_until(deadline))
         except PeerLostError as error:
@@ -149,14 +144,13 @@ def _connected(path: Path, timeout_s: float) -> socket.socket | None:
     return connection
 
 
-def _of_this_user(connection: socket.socket) -> socket.socket | None:
-    """Return `connection` if its other end is a process of this user; else close it."""
-    try:
-        raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
-    except OSError as error:
-        raise UnavailableError(f"the kernel does not report who is connected: {error}") from error
+def _channel_of_this_user(connection: socket.socket) -> Channel | None:
+    """Return a channel if the other end of `connection` is a process of this user; else close
+    it.
+    """
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
     if _PEER_CREDENTIALS.unpack(raw)[1] == os.geteuid():
-        return connection
+        return Channel(connection)
     connection.close()
     return None
 

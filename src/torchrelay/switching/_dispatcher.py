@@ -7,7 +7,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -15,8 +15,6 @@ from torchrelay.config import Switching
 from torchrelay.errors import (
     ModelError,
     NotFoundError,
-    OperationTimeoutError,
-    PeerLostError,
     SegmentError,
     TorchRelayError,
     UnavailableError,
@@ -29,8 +27,7 @@ from torchrelay.switching._contract import align
 from torchrelay.switching._fleet import Fleet, WorkerProcess
 from torchrelay.switching._loop import Loop
 from torchrelay.switching._queue import Reply, Request, RequestQueue
-from torchrelay.switching._residency import Pinned, Residency
-from torchrelay.switching._served import Served
+from torchrelay.switching._residency import Pinned, Residency, Served
 
 __all__ = ["Dispatcher"]
 
@@ -46,36 +43,30 @@ class _Run:
     worker: WorkerProcess
     served: Served
     copied_bytes: int
-    overlaps: bool  # it runs while its model is copied
+    overlaps: bool  # it runs while its model is copied, or is profiled as if it did
     started: float
     first_group: float  # when the first missing group was in place; 0: not yet
 
 
+@dataclass(eq=False)
 class Dispatcher:
     """Runs one request at a time. The loop's lock protects it."""
 
-    def __init__(
-        self,
-        queue: RequestQueue,
-        catalog: Catalog,
-        residency: Residency,
-        fleet: Fleet,
-        counts: Counter[str],
-        loop: Loop,
-        options: Switching,
-    ) -> None:
-        self.history: deque[dict[str, Any]] = deque(maxlen=_HISTORY)
-        self._run: _Run | None = None
-        self._queue = queue
-        self._catalog = catalog
-        self._residency = residency
-        self._fleet = fleet
-        self._counts = counts
-        self._loop = loop
-        self._options = options
-        self.fills_batches = True  # False: nothing more comes to join one
-        self._waits_until = math.inf  # when a batch starts that waits for more requests
-        residency.on_arrived, residency.on_failed = self._on_arrived, self._on_copy_failed
+    catalog: Catalog
+    queue: RequestQueue
+    residency: Residency
+    fleet: Fleet
+    counts: Counter[str]
+    loop: Loop
+    options: Switching
+    fills_batches: bool = True  # False: nothing more comes to join one
+    batch_starts_at: float = math.inf  # the latest for one that waits for more requests
+    history: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_HISTORY))
+    _run: _Run | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self.residency.on_arrived = self._on_arrived
+        self.residency.on_failed = self._on_copy_failed
 
     @property
     def request(self) -> Request | None:
@@ -96,52 +87,33 @@ class Dispatcher:
         """Start the first request that can run, if none does and a worker and space are free."""
         if self._run is not None:
             return
-        self._waits_until = math.inf
-        for request in self._queue:
-            served = self._catalog.models[request.model]
-            if self._catalog.is_leaving(request.model) or not (
+        self.batch_starts_at = math.inf
+        for request in self.queue:
+            served = self.catalog.models[request.model]
+            if self.catalog.is_leaving(request.model) or not (
                 request.is_profile or served.ready.done()
             ):
                 continue
             batch = self._gather(request, served)
             if not batch:
                 continue
-            worker = self._fleet.idle(request.model)
+            worker = self.fleet.idle(request.model)
             pause_training()
             if worker is None:
                 return
-            pinned = self._residency.pin(served)
+            pinned = self.residency.pin(served)
             if pinned is None:
-                self._residency.cancel_copies(keep=request.model)
+                self.residency.cancel_copies(keep=request.model)
                 return
             running = []
             for one in batch:
-                self._queue.remove(one)
+                self.queue.remove(one)
                 if one.future.running() or one.future.set_running_or_notify_cancel():
                     running.append(one)
             if running:
                 self._start(self._merged(running), served, worker, pinned)
                 return
-            self._residency.unpin(request.model)
-
-    def check_time(self) -> float:
-        """End a request that computes for too long; return when the next check, or start, is
-        due.
-        """
-        if self._run is None:
-            return self._waits_until
-        limit = self._run.started + self._options.run_timeout_s
-        if time.monotonic() <= limit:
-            return limit
-        request, reason = (
-            self._run.request,
-            f"computed for more than {self._options.run_timeout_s:g} s",
-        )
-        request.attempts = _MAX_ATTEMPTS
-        text = f"model {request.model!r} {reason}; its worker was ended"
-        self.fail(request, OperationTimeoutError(text))
-        self._fleet.lose(self._run.worker, reason)
-        return 0.0
+            self.residency.unpin(request.model)
 
     def fail(self, request: Request, error: TorchRelayError) -> None:
         """Set the request's error, unless it has a result or was cancelled.
@@ -149,14 +121,14 @@ class Dispatcher:
         The requests of a batch run again, each alone.
         """
         ends = isinstance(error, UnavailableError | NotFoundError)
-        if request.parts and not ends and request.model in self._catalog.models:
+        if request.parts and not ends and request.model in self.catalog.models:
             for part in request.parts:
                 if not part.is_alone:  # of two failures of one run, the first counts
                     part.is_alone = True
-                    self._queue.push_back(part)
+                    self.queue.push_back(part)
             return
         for one in request.parts or (request,):
-            self._loop.later(partial(_set_error, one.future, error))
+            self.loop.later(partial(one.fail, error))
 
     # --- events
 
@@ -179,7 +151,7 @@ class Dispatcher:
         run.worker.last_model = run.request.model
         run.worker.release()
         if isinstance(message, _messages.Failed):
-            self._counts["failed"] += not (run.request.is_profile or run.request.parts)
+            self.counts["failed"] += not (run.request.is_profile or run.request.parts)
             self.fail(run.request, from_json(message.error, ModelError))
         elif isinstance(message, _messages.Result):
             try:
@@ -188,9 +160,9 @@ class Dispatcher:
                 text = f"the reply of model {run.request.model!r} could not be read: {error}"
                 self.fail(run.request, UnavailableError(text))
             else:
-                self._loop.later(lambda: _set_result(run.request.future, result))
+                self.loop.later(lambda: run.request.succeed(result))
 
-    def on_lost(self, worker: WorkerProcess, reason: str) -> None:
+    def on_lost(self, worker: WorkerProcess) -> None:
         """Run the request again whose worker has died, or fail it."""
         if self.worker is not worker:
             return
@@ -202,24 +174,24 @@ class Dispatcher:
         elif worker.buffers.current.started == request.request_id:
             # A worker that dies before it starts the request costs the request no attempt.
             request.attempts += 1
-        is_served = request.model in self._catalog.models
-        if request.attempts < _MAX_ATTEMPTS and is_served and not request.parts:
-            self._counts["retried"] += 1
-            self._queue.push_back(request)
+        can_retry = request.attempts < _MAX_ATTEMPTS and not worker.is_late
+        if can_retry and request.model in self.catalog.models and not request.parts:
+            self.counts["retried"] += 1
+            self.queue.push_back(request)
             return
-        self._counts["failed"] += not (request.is_profile or request.parts)
-        text = f"worker {worker.pid} {reason} while it ran model {request.model!r}"
-        self.fail(request, PeerLostError(f"{text}; tried {request.attempts} times"))
+        self.counts["failed"] += not (request.is_profile or request.parts)
+        did = f"ran model {request.model!r}; tried {request.attempts} times"
+        self.fail(request, worker.loss(did))
 
     def _gather(self, request: Request, served: Served) -> list[Request]:
         """Return the requests to run with `request`; none while more may join them."""
         if served.model.max_batch_size < 2:
             return [request]
-        batch = gather(request, self._queue, served.model, self._options.request_bytes)
+        batch = gather(request, self.queue, served.model, self.options.request_bytes)
         until = waits_until(batch, served.model)
         if time.monotonic() >= until or not self.fills_batches:
             return batch
-        self._waits_until = min(self._waits_until, until)
+        self.batch_starts_at = min(self.batch_starts_at, until)
         return []
 
     def _merged(self, requests: list[Request]) -> Request:
@@ -233,20 +205,22 @@ class Dispatcher:
     def _start(
         self, request: Request, served: Served, worker: WorkerProcess, pinned: Pinned
     ) -> None:
+        self.batch_starts_at = math.inf
         now = time.monotonic()
-        overlaps = bool(pinned.missing) and not served.runs_whole
+        overlaps = (bool(pinned.missing) or request.is_profile) and not served.runs_whole
         first_group = 0.0 if pinned.missing else now
         self._run = _Run(request, worker, served, pinned.copied_bytes, overlaps, now, first_group)
         worker.request_id = request.request_id
+        worker.expect_answer(self.options.run_timeout_s)
         if worker.loaded.get(request.model) != served.key:
-            self._catalog.send_build(worker, served)
+            self.catalog.send_build(worker, served)
         buffer, descriptors = worker.buffers.announce()
         message = _messages.Run(
             request.request_id,
             request.model,
             pinned.offsets,
             pinned.missing,
-            whole=served.runs_whole or request.is_profile,
+            whole=served.runs_whole,
             buffer=buffer,
             inputs=worker.buffers.current.write(request.inputs, 0),
             outputs_at=sum(align(tensor.nbytes) for tensor in request.inputs.values()),
@@ -257,7 +231,7 @@ class Dispatcher:
     def _ended(self) -> _Run:
         run, self._run = self._run, None
         assert run is not None
-        self._residency.unpin(run.request.model)
+        self.residency.unpin(run.request.model)
         return run
 
     def _reply(self, run: _Run, result: _messages.Result) -> Reply:
@@ -274,7 +248,7 @@ class Dispatcher:
         requests = len(run.request.parts) or 1
         run.served.counts[reply.kind] += requests
         run.served.seconds[reply.kind] += total_s
-        self._counts["served"] += requests
+        self.counts["served"] += requests
         self.history.append(
             {
                 "model": reply.model,
@@ -292,21 +266,11 @@ class Dispatcher:
         return reply
 
 
-def _set_result(future: Future[Any], result: object) -> None:
-    if not future.done():  # the end of the daemon may have come first
-        future.set_result(result)
-
-
-def _set_error(future: Future[Any], error: TorchRelayError) -> None:
-    if not future.done() and (future.running() or future.set_running_or_notify_cancel()):
-        future.set_exception(error)
-
-
 def _split(parts: tuple[Request, ...], future: Future[Reply]) -> None:
     """Answer the requests of a batch."""
     try:
         for part, reply in zip(parts, split(future.result(), parts), strict=True):
-            _set_result(part.future, reply)
+            part.succeed(reply)
     except TorchRelayError as error:
         for part in parts:
-            _set_error(part.future, error)
+            part.fail(error)

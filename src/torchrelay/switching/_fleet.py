@@ -9,14 +9,22 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 from torchrelay._helper import HelperProcess
 from torchrelay.config import Switching
-from torchrelay.errors import PeerLostError, ProtocolError, SegmentError, UnavailableError
+from torchrelay.errors import (
+    OperationTimeoutError,
+    PeerLostError,
+    ProtocolError,
+    SegmentError,
+    TorchRelayError,
+    UnavailableError,
+)
 from torchrelay.switching import _messages
 from torchrelay.switching._cache import SharedCache
 from torchrelay.switching._contract import align
-from torchrelay.switching._loop import Loop, seconds_until
+from torchrelay.switching._loop import Loop
 from torchrelay.switching._request_buffer import BufferPool
 
 __all__ = ["Fleet", "WorkerProcess"]
@@ -51,20 +59,24 @@ class WorkerProcess:
             os.close(arena)
         self.channel = self.process.channel
         self.pid = self.process.pid
-        self.started = time.monotonic()
         self.ready = False
         self.has_reader = False  # a caller's thread reads the channel
         self.loading = ""  # the model whose module it is building
-        self.loading_since = 0.0
         self.loaded: dict[str, tuple[int, int]] = {}  # model -> (version, plan)
-        self.unwanted: set[str] = set()  # unloaded models whose modules it may hold
         self.last_model = ""
         self.last_used = 0.0
         self.request_id = 0  # of what it runs, or 0
+        self.exit_reason = ""  # once it is lost
+        self.is_late = False  # lost because it took too long
+        self.expect_answer(options.start_timeout_s)
 
     @property
     def idle(self) -> bool:
         return self.ready and not self.request_id and not self.loading
+
+    def expect_answer(self, limit_s: float) -> None:
+        """Give the worker at most so long for what it does now."""
+        self.limit_s, self.due = limit_s, time.monotonic() + limit_s
 
     def send(self, message: object, descriptors: Sequence[int] = ()) -> None:
         """Send; a dead worker is noticed when its channel is read."""
@@ -75,11 +87,16 @@ class WorkerProcess:
 
     def release(self) -> None:
         """Mark the worker as idle."""
-        self.request_id = 0
+        self.request_id, self.loading, self.due = 0, "", math.inf
         self.last_used = time.monotonic()
 
-    def kill(self) -> None:
-        """Kill the process and reap it. Idempotent."""
+    def end(self, reason: str) -> None:
+        """Kill the process, unless it is dead, and reap it. Idempotent."""
+        if not reason:
+            reason = self.process.exit_reason()
+            if self.process.exit_code == -signal.SIGSEGV:
+                reason += "; does the model write to its parameters or buffers?"
+        self.exit_reason = reason
         self.process.kill()
         if not self.has_reader:  # else the reader closes it
             self.channel.close()
@@ -90,37 +107,27 @@ class WorkerProcess:
         code = self.process.exit_code
         return code is not None and (code > 0 or -code in (signal.SIGSEGV, signal.SIGBUS))
 
-    def exit_reason(self) -> str:
-        """Describe how the process ended."""
-        reason = self.process.exit_reason()
-        if self.process.exit_code == -signal.SIGSEGV:
-            return f"{reason}; does the model write to its parameters or buffers?"
-        return reason
+    def loss(self, did: str) -> TorchRelayError:
+        """Return the error of what the ended worker did."""
+        kind = OperationTimeoutError if self.is_late else PeerLostError
+        return kind(f"worker {self.pid} {self.exit_reason} while it {did}")
 
 
+@dataclass(eq=False)
 class Fleet:
     """Keeps the workers alive. The loop's lock protects it."""
 
-    def __init__(
-        self,
-        loop: Loop,
-        cache: SharedCache,
-        options: Switching,
-        *,
-        on_message: Callable[[WorkerProcess, object, list[int]], None],
-        on_lost: Callable[[WorkerProcess, str], None],
-    ) -> None:
-        self._loop = loop
-        self._cache = cache
-        self._options = options
-        self._on_message = on_message
-        self._on_lost = on_lost
-        self._failed_starts = 0
-        self._next_start = 0.0
-        self._problem = ""
-        self.workers: list[WorkerProcess] = []
-        self.deaths = 0
-        self.closing = False
+    loop: Loop
+    cache: SharedCache
+    options: Switching
+    on_message: Callable[[WorkerProcess, object, list[int]], None]
+    on_lost: Callable[[WorkerProcess], None]
+    workers: list[WorkerProcess] = field(default_factory=list)
+    deaths: int = 0
+    closing: bool = False
+    _failed_starts: int = field(default=0, init=False)
+    _next_start: float = field(default=0.0, init=False)
+    _problem: str = field(default="", init=False)
 
     def __iter__(self) -> Iterator[WorkerProcess]:
         """Return the workers; some may be lost meanwhile."""
@@ -151,36 +158,39 @@ class Fleet:
         if worker not in self.workers:
             return
         self.workers.remove(worker)
-        self._loop.unwatch(worker.channel.fileno())
-        reason = reason or worker.exit_reason()
-        worker.kill()
+        self.loop.unwatch(worker.channel.fileno())
+        worker.end(reason)
         self.deaths += 1
         if not worker.ready:
-            self._start_failed(reason)
-        self._on_lost(worker, reason)
+            self._start_failed(worker.exit_reason)
+        self.on_lost(worker)
         self._fill()
 
-    def check_starts(self) -> float:
-        """Start and replace workers where that is due; return the time of the next check."""
+    def replace_late(self) -> None:
+        """Start workers where that is due, and replace those that take too long."""
         self._fill()
-        limit_s = self._options.start_timeout_s
-        moments = [self._next_start] if len(self.workers) < self._options.workers else []
         for worker in self:
-            if not worker.ready and time.monotonic() - worker.started > limit_s:
-                self.lose(worker, f"was not ready after {limit_s:g} s")
-            elif not worker.ready:
-                moments.append(worker.started + limit_s)
-        return min(moments, default=math.inf)
+            if worker.due <= time.monotonic():
+                worker.is_late = True
+                self.lose(worker, f"took more than {worker.limit_s:g} s")
+
+    def next_check(self) -> float:
+        """Return when to call :meth:`replace_late` again."""
+        moments = [worker.due for worker in self.workers]
+        if len(self.workers) < self.options.workers:
+            moments.append(self._next_start)
+        return min(moments)
 
     def became_ready(self, worker: WorkerProcess) -> None:
         worker.ready = True
+        worker.release()
         self._failed_starts = 0
         self._next_start = 0.0
 
     def take_channel(self, worker: WorkerProcess) -> None:
         """Leave the channel to the calling thread, which waits for the worker."""
         worker.has_reader = True
-        self._loop.unwatch(worker.channel.fileno())
+        self.loop.unwatch(worker.channel.fileno())
 
     def return_channel(self, worker: WorkerProcess) -> None:
         """End :meth:`take_channel`."""
@@ -199,7 +209,7 @@ class Fleet:
         except ProtocolError as error:
             reason = f"sent a malformed message: {error}"
             return lambda: self.lose(worker, reason)
-        return None if received is None else lambda: self._on_message(worker, *received)
+        return None if received is None else lambda: self.on_message(worker, *received)
 
     def close(self, timeout_s: float) -> None:
         """Ask all workers to end, and kill those that have not after `timeout_s`."""
@@ -207,27 +217,26 @@ class Fleet:
         deadline = time.monotonic() + timeout_s
         idle = [worker for worker in self.workers if worker.idle]
         for worker in self.workers:
-            self._loop.unwatch(worker.channel.fileno())
+            self.loop.unwatch(worker.channel.fileno())
         for worker in idle:
             worker.send(_messages.Exit())
         for worker in idle:
-            worker.process.wait(seconds_until(deadline))
-        for worker in self:
-            self.workers.remove(worker)
-            worker.kill()
+            worker.process.wait(max(0.0, deadline - time.monotonic()))
+        while self.workers:
+            self.workers.pop().end("was closed")
 
     def _fill(self) -> None:
         """Start workers until there are enough; after a failure, some time later.
 
         Only the loop's thread starts them: the kernel ends a worker with the thread that did.
         """
-        if not self._loop.is_own_thread:
+        if not self.loop.is_own_thread:
             return  # the next decision wakes it
-        while len(self.workers) < self._options.workers and not self.closing:
+        while len(self.workers) < self.options.workers and not self.closing:
             if time.monotonic() < self._next_start:
                 return
             try:
-                worker = WorkerProcess(self._cache, self._options)
+                worker = WorkerProcess(self.cache, self.options)
             except (OSError, SegmentError) as error:
                 self._start_failed(str(error))
                 return
@@ -235,7 +244,7 @@ class Fleet:
             self._watch(worker)
 
     def _watch(self, worker: WorkerProcess) -> None:
-        self._loop.watch(worker.channel.fileno(), lambda: self._read(worker))
+        self.loop.watch(worker.channel.fileno(), lambda: self._read(worker))
 
     def _read(self, worker: WorkerProcess) -> None:
         while worker in self.workers and not worker.has_reader:

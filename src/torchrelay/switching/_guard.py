@@ -10,8 +10,8 @@ import ipaddress
 import socket
 from urllib.parse import urlsplit
 
-from starlette.responses import JSONResponse
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.exceptions import HTTPException
+from starlette.types import Scope
 
 from torchrelay.config import Switching
 
@@ -22,16 +22,14 @@ _BODY_TYPES = ("application/json", "application/octet-stream")
 
 
 class Guard:
-    """ASGI middleware that refuses requests of web pages from elsewhere and of clients without the
-    key.
+    """Refuses requests of web pages from elsewhere and of clients without the key.
 
     A page that a user of this machine visits can send requests to the loopback interface too. Its
     browser names the page's own host in ``Origin``, or, where the page's name was made to resolve
     to this machine, in ``Host``.
     """
 
-    def __init__(self, app: ASGIApp, settings: Switching) -> None:
-        self._app = app
+    def __init__(self, settings: Switching) -> None:
         self._key = settings.api_key
         named = {name.strip().lower() for name in settings.allowed_hosts.split(",")} - {""}
         self._any_host = "*" in named
@@ -39,17 +37,14 @@ class Guard:
         self._hosts = named | own | {socket.getfqdn().lower()}
         self._problem = functools.lru_cache(maxsize=256)(self._checked)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            is_health = scope["path"].startswith("/v2/health/")
-            given = dict(scope["headers"])
-            problem = self._problem(scope["method"], is_health, *map(given.get, _HEADERS))
-            if problem is not None:
-                code, sentence = problem
-                headers = {"WWW-Authenticate": 'Basic realm="torchrelay"'} if code == 401 else None
-                await JSONResponse({"error": sentence}, code, headers)(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
+    def check(self, scope: Scope) -> None:
+        """Raise :class:`HTTPException` if the request is refused."""
+        is_health = scope["path"].startswith("/v2/health/")
+        given = dict(scope["headers"])
+        problem = self._problem(scope["method"], is_health, *map(given.get, _HEADERS))
+        if problem is not None:
+            asks_key = {"WWW-Authenticate": 'Basic realm="torchrelay"'}  # a browser then does
+            raise HTTPException(*problem, asks_key if problem[0] == 401 else None)
 
     def _checked(
         self, method: str, is_health: bool, *headers: bytes | None

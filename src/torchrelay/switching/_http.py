@@ -5,20 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
-from concurrent.futures import CancelledError, Future
+from collections.abc import AsyncIterator
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
-from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from torchrelay import __version__
 from torchrelay.config import Switching
@@ -45,24 +42,21 @@ from torchrelay.switching._store import ModelStore, StoredModel
 from torchrelay.switching._switcher import Switcher
 from torchrelay.switching._tensors import (
     HEADER,
-    Body,
     datatype_of,
     decode,
     dump,
     encode,
     parse_body,
+    to_binary,
+    to_json,
 )
 
-__all__ = ["create_app"]
+__all__ = ["Application"]
 
 _log = logging.getLogger("torchrelay.switching")
 
 _HEADER_BYTES = 1 << 20  # JSON around the tensors of a request
-_BODY_TIMEOUT_S = 60.0
-_STALL_TIMEOUT_S = 10.0
 _BODIES = 4  # bodies of the largest size that may be in memory at once
-_GONE = "the client closed its connection"
-_INFER = re.compile(r"/v2/models/([^/]+)(?:/versions/([^/]+))?/infer")
 _STATUS = {
     ArgumentError: 400,
     ConfigError: 400,
@@ -76,60 +70,11 @@ _STATUS = {
 }
 
 
-def create_app(
-    switcher: Switcher, store: ModelStore, entries: dict[str, ModelEntry], settings: Switching
-) -> ASGIApp:
-    """Return the application; it closes neither `switcher` nor `store`.
+class Application:
+    """The endpoints over one switcher, for an ASGI server.
 
-    Args:
-        entries: the models that clients may load by name, if `settings` allow it.
+    It has a router of its own: Starlette's takes as long as a small model.
     """
-    server = _Server(switcher, store, entries, settings)
-
-    @asynccontextmanager
-    async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        yield
-        await server.json.close()
-
-    routes = [Route(path, endpoint, methods=[method]) for method, path, endpoint in server.routes()]
-    handlers = dict.fromkeys((TorchRelayError, HTTPException, Exception), _on_error)
-    others = Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
-
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer inference requests without Starlette, which takes as long as a small model."""
-        match = None
-        if scope["type"] == "http" and scope["method"] == "POST":
-            match = _INFER.fullmatch(scope["path"])
-        if match is None:
-            await others(scope, receive, send)
-            return
-        try:
-            response = await server.infer(scope, receive, match[1], match[2] or "")
-        except Exception as error:
-            response = await _on_error(Request(scope), error)
-        await response(scope, receive, send)
-
-    return Guard(app, settings)
-
-
-async def _on_error(request: Request, error: Exception) -> Response:
-    """Return the response to a request that raised `error`."""
-    if isinstance(error, HTTPException):
-        sentence = {
-            404: f"the server has no path {request.url.path}",
-            405: f"{request.url.path} does not take {request.method}",
-        }.get(error.status_code, error.detail)
-        return JSONResponse({"error": sentence}, error.status_code, error.headers)
-    if isinstance(error, TorchRelayError):
-        code = next((code for kind, code in _STATUS.items() if isinstance(error, kind)), 500)
-        headers = {"Retry-After": "1"} if code in (429, 503) else None
-        return JSONResponse({"error": str(error), "type": type(error).__name__}, code, headers)
-    _log.error("%s %s failed", request.method, request.url.path, exc_info=error)
-    return JSONResponse({"error": f"the server failed: {type(error).__name__}: {error}"}, 500)
-
-
-class _Server:
-    """The endpoints over one switcher."""
 
     def __init__(
         self,
@@ -138,7 +83,13 @@ class _Server:
         entries: dict[str, ModelEntry],
         settings: Switching,
     ) -> None:
-        self.json = JsonProcess()
+        """Serve `switcher` and `store`, which the caller closes.
+
+        Args:
+            entries: the models that clients may load by name, if `settings` allow it.
+        """
+        self._json = JsonProcess()
+        self._guard = Guard(settings)
         self._switcher = switcher
         self._store = store
         self._entries = entries
@@ -148,10 +99,10 @@ class _Server:
         self._metrics = Metrics(switcher)
         self._loading = {name: asyncio.Lock() for name in entries}
         self._page = Path(__file__).with_name("status.html").read_text()
-
-    def routes(self) -> list[tuple[str, str, Callable[..., Awaitable[Response]]]]:
-        model, version = "/v2/models/{name}", "/versions/{version}"
-        return [
+        model = "/v2/models/(?P<name>[^/]+)(?:/versions/(?P<version>[^/]+))?"
+        control = "/v2/repository/models/(?P<name>[^/]+)"
+        routes: list[tuple[str, str, Any]] = [
+            ("POST", model + "/infer", self.infer),
             ("GET", "/", self.page),
             ("GET", "/status.json", self.status),
             ("GET", "/metrics", self.metrics),
@@ -159,13 +110,36 @@ class _Server:
             ("GET", "/v2/health/live", self.live),
             ("GET", "/v2/health/ready", self.ready),
             ("GET", model, self.metadata),
-            ("GET", model + version, self.metadata),
             ("GET", model + "/ready", self.model_ready),
-            ("GET", model + version + "/ready", self.model_ready),
             ("POST", "/v2/repository/index", self.index),
-            ("POST", "/v2/repository/models/{name}/load", self.load),
-            ("POST", "/v2/repository/models/{name}/unload", self.unload),
+            ("POST", control + "/load", self.load),
+            ("POST", control + "/unload", self.unload),
         ]
+        self._routes = [(method, re.compile(path), call) for method, path, call in routes]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive)
+        try:
+            self._guard.check(scope)
+            response = await self._answered(request)
+        except Exception as error:
+            response = _error_response(request, error)
+        await response(scope, receive, send)
+
+    def close(self) -> None:
+        """End the process for large bodies. Idempotent."""
+        self._json.close()
+
+    async def _answered(self, request: Request) -> Response:
+        method, path = request.method, request.scope["path"]
+        for known, pattern, endpoint in self._routes:
+            match = pattern.fullmatch(path)
+            if match is not None:
+                if method != known and (method, known) != ("HEAD", "GET"):
+                    raise HTTPException(405, f"{path} does not take {method}", {"Allow": known})
+                response: Response = await endpoint(request, **match.groupdict(""))
+                return response
+        raise HTTPException(404, f"the server has no path {path}")
 
     async def page(self, _: Request) -> Response:
         return HTMLResponse(self._page)
@@ -193,13 +167,13 @@ class _Server:
         ready = bool(names) and all(self._switcher.is_ready(name) for name in names)
         return JSONResponse({"ready": ready}, 200 if ready else 503)
 
-    async def model_ready(self, request: Request) -> Response:
-        name = self._stored(**request.path_params).name
+    async def model_ready(self, _: Request, name: str, version: str) -> Response:
+        self._stored(name, version)
         ready = self._switcher.is_ready(name)
         return JSONResponse({"name": name, "ready": ready}, 200 if ready else 503)
 
-    async def metadata(self, request: Request) -> Response:
-        model = self._stored(**request.path_params)
+    async def metadata(self, _: Request, name: str, version: str) -> Response:
+        model = self._stored(name, version)
         inputs = [
             {"name": spec.name, "datatype": datatype_of(spec.dtype), "shape": list(spec.shape)}
             for spec in model.inputs
@@ -214,17 +188,23 @@ class _Server:
             }
         )
 
-    async def infer(self, scope: Scope, receive: Receive, name: str, version: str) -> Response:
+    async def infer(self, request: Request, name: str, version: str) -> Response:
         self._stored(name, version)
-        headers = dict(scope["headers"])
-        async with self._body(receive) as body:
-            header, raw = await self._parsed(headers, body)
+        if request.headers.get("content-encoding", "identity") != "identity":
+            raise HTTPException(415, "compressed bodies are not served; send the body as it is")
+        length: str | int | None = request.headers.get(HEADER)
+        async with self._body(request.receive) as sent:
+            body = sent
+            if length is None and len(body) > LARGE_BYTES:
+                body, length = await self._json.call(to_binary, body)
+            header, raw = parse_body(body, length)
             inputs = decode(header.get("inputs"), raw)
-        options, wanted = _options(header.get("parameters", {})), _wanted(header)
-        reply = await _reply(scope, self._switcher.submit(name, inputs, copy=False, **options))
-        outputs, binary = _selected(wanted, reply)
+        options = _options(header.get("parameters", {}))
+        future = self._switcher.submit(name, inputs, copy=False, **options)
+        reply = await _reply(request.scope, future)
+        outputs, binary = _outputs(header, reply)
         self._metrics.observe(reply)
-        return await self._answer(header.get("id"), outputs, binary, reply)
+        return await self._reply_response(header.get("id"), outputs, binary, reply)
 
     async def index(self, request: Request) -> Response:
         wants_ready = (await self._arguments(request)).get("ready")
@@ -239,22 +219,22 @@ class _Server:
                 models.append({"name": name, "version": version, "state": state, "reason": ""})
         return JSONResponse(models)
 
-    async def load(self, request: Request) -> Response:
+    async def load(self, request: Request, name: str) -> Response:
         """Load or reload a model of the models file; parameters are refused."""
-        entry = await self._controlled(request, ())
+        entry = await self._controlled(request, name, ())
         async with self._loading[entry.name]:
             await asyncio.to_thread(entry.add_to, self._store)
             await asyncio.to_thread(self._switcher.load, entry.name, priority=entry.priority)
         return JSONResponse({})
 
-    async def unload(self, request: Request) -> Response:
+    async def unload(self, request: Request, name: str) -> Response:
         # Not after a load that is in progress: that may hang, and unloading ends it.
-        entry = await self._controlled(request, ("unload_dependents",))
+        entry = await self._controlled(request, name, ("unload_dependents",))
         await asyncio.to_thread(self._switcher.unload, entry.name)
         self._store.remove(entry.name)
         return JSONResponse({})
 
-    async def _controlled(self, request: Request, parameters: tuple[str, ...]) -> ModelEntry:
+    async def _controlled(self, request: Request, name: str, known: tuple[str, ...]) -> ModelEntry:
         """Return the entry of the model that a repository call names."""
         if not self._is_controlled:
             raise HTTPException(
@@ -262,11 +242,10 @@ class _Server:
                 "clients may not load or unload models; start the server with --repository-control",
             )
         given = (await self._arguments(request)).get("parameters", {})
-        _check_known("parameter", given, parameters)
-        name = request.path_params["name"]
+        _check_known("parameter", given, known)
         if name not in self._entries:
-            known = ", ".join(sorted(self._entries)) or "none"
-            raise NotFoundError(f"the models file has no model {name!r}; it has {known}")
+            names = ", ".join(sorted(self._entries)) or "none"
+            raise NotFoundError(f"the models file has no model {name!r}; it has {names}")
         return self._entries[name]
 
     async def _arguments(self, request: Request) -> dict[str, Any]:
@@ -274,7 +253,7 @@ class _Server:
         async with self._body(request.receive) as body:
             return parse_body(body or b"{}", None)[0]
 
-    def _stored(self, name: str, version: str = "") -> StoredModel:
+    def _stored(self, name: str, version: str) -> StoredModel:
         model = self._store.get(name)
         if version not in ("", str(model.version)):
             raise NotFoundError(f"model {name!r} has version {model.version}, not {version}")
@@ -282,15 +261,16 @@ class _Server:
 
     @asynccontextmanager
     async def _body(self, receive: Receive) -> AsyncIterator[bytes]:
-        """Read the body, bounded in size and time. Within the block it counts towards the bytes
-        that all bodies may take.
+        """Read the body, bounded in size. Within the block it counts towards the bytes that all
+        bodies may take.
         """
-        body = bytearray()
-        deadline = asyncio.get_running_loop().time() + _BODY_TIMEOUT_S
+        body, is_whole = bytearray(), False
         try:
-            is_whole = False
             while not is_whole:
-                part, is_whole = await _part(receive, deadline, len(body))
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise UnavailableError("the client closed its connection")
+                part, is_whole = message.get("body", b""), not message.get("more_body", False)
                 body += part
                 self._free_bytes -= len(part)
                 if len(body) > self._max_bytes:
@@ -303,15 +283,7 @@ class _Server:
         finally:
             self._free_bytes += len(body)
 
-    async def _parsed(self, headers: dict[bytes, bytes], body: bytes) -> Body:
-        if headers.get(b"content-encoding", b"identity") != b"identity":
-            raise HTTPException(415, "compressed bodies are not served; send the body as it is")
-        length = headers.get(HEADER.lower().encode())
-        if length is None and len(body) > LARGE_BYTES:
-            return await self.json.parse(body)
-        return parse_body(body, length)
-
-    async def _answer(
+    async def _reply_response(
         self, request_id: object, outputs: dict[str, torch.Tensor], binary: set[str], reply: Reply
     ) -> Response:
         """Return the outputs in JSON, but for those that are `binary`."""
@@ -333,131 +305,73 @@ class _Server:
         text = dump(content)
         body = b"".join([text, *raw])
         if is_large:
-            body = await self.json.format(body, len(text))
+            body = await self._json.call(to_json, body, len(text))
         if not binary:
             return Response(body, media_type="application/json")
         headers = {HEADER: str(len(text))}
         return Response(body, headers=headers, media_type="application/octet-stream")
 
 
-async def _part(receive: Receive, deadline: float, size: int) -> tuple[bytes, bool]:
-    """Return the next part of a body of which `size` bytes came, and whether it is the last."""
-    loop, task = asyncio.get_running_loop(), asyncio.current_task()
-    is_late = False
-
-    def expire() -> None:
-        nonlocal is_late
-        is_late = True
-        assert task is not None
-        task.cancel()
-
-    timer = loop.call_at(min(deadline, loop.time() + _STALL_TIMEOUT_S), expire)
-    try:
-        message = await receive()
-    except asyncio.CancelledError:
-        if not is_late:
-            raise
-        raise OperationTimeoutError(
-            f"the body did not arrive: {size} bytes came; at most {_STALL_TIMEOUT_S:g} s may pass "
-            f"between parts, and {_BODY_TIMEOUT_S:g} s in all"
-        ) from None
-    finally:
-        timer.cancel()
-    if message["type"] == "http.disconnect":
-        raise UnavailableError(_GONE)
-    return message.get("body", b""), not message.get("more_body", False)
+def _error_response(request: Request, error: Exception) -> Response:
+    """Return the response to a request that raised `error`."""
+    if isinstance(error, HTTPException):
+        return JSONResponse({"error": error.detail}, error.status_code, error.headers)
+    if isinstance(error, TorchRelayError):
+        code = next((code for kind, code in _STATUS.items() if isinstance(error, kind)), 500)
+        headers = {"Retry-After": "1"} if code in (429, 503) else None
+        return JSONResponse({"error": str(error), "type": type(error).__name__}, code, headers)
+    _log.error("%s %s failed", request.method, request.scope["path"], exc_info=error)
+    return JSONResponse({"error": f"the server failed: {type(error).__name__}: {error}"}, 500)
 
 
 async def _reply(scope: Scope, future: Future[Reply]) -> Reply:
     """Wait for the reply; take the request off the queue if the client closes its connection."""
-    loop, thread = asyncio.get_running_loop(), threading.get_ident()
-    ended = loop.create_future()
-
-    def end() -> None:
-        if not ended.done():
-            ended.set_result(None)
-
-    def on_done(_: Future[Reply]) -> None:
-        # In the loop's own thread, in most cases: asyncio.wrap_future would wake it by a system
-        # call.
-        if threading.get_ident() == thread:
-            end()
-        else:
-            loop.call_soon_threadsafe(end)
-
     scope[ON_DISCONNECT] = future.cancel
-    future.add_done_callback(on_done)
     try:
-        await ended
-        return future.result()
-    except asyncio.CancelledError:
-        future.cancel()
-        raise
-    except CancelledError as error:
-        raise UnavailableError(_GONE) from error
+        return await asyncio.wrap_future(future)
+    except asyncio.CancelledError as error:
+        raise UnavailableError("the client closed its connection, or the server ends") from error
 
 
 def _options(parameters: object) -> dict[str, Any]:
-    """Return the request's priority, deadline and client; `timeout` is in microseconds, as in
-    Triton.
+    """Return the request's priority and deadline; `timeout` is in microseconds, as in Triton."""
+    given = _check_known("parameter", parameters, ("priority", "timeout", "binary_data_output"))
+    priority, timeout = given.get("priority", 0), given.get("timeout")
+    if type(priority) is not int:
+        raise ArgumentError(f"parameter priority = {priority!r}: must be an integer")
+    if timeout is not None and (type(timeout) is not int or not 0 <= timeout < 2**63):
+        raise ArgumentError(f"parameter timeout = {timeout!r}: must be microseconds")
+    return {"priority": priority, "deadline_s": None if timeout is None else timeout * 1e-6}
+
+
+def _outputs(header: dict[str, Any], reply: Reply) -> tuple[dict[str, torch.Tensor], set[str]]:
+    """Return the outputs that the request asks for, and the names of those that travel in
+    binary.
     """
-    given = _check_known(
-        "parameter", parameters, ("priority", "timeout", "client", "binary_data_output")
-    )
-    options: dict[str, Any] = {}
-    for key, kind in (("priority", int), ("client", str), ("timeout", int)):
-        if key in given and (key, given[key]) != ("timeout", None):
-            if type(given[key]) is not kind:
-                raise ArgumentError(f"parameter {key} = {given[key]!r}: must be a {kind.__name__}")
-            options[key] = given[key]
-    timeout = options.pop("timeout", None)
-    if timeout is not None:
-        if not 0 <= timeout < 2**63:
-            raise ArgumentError(f"parameter timeout = {timeout!r}: must be microseconds")
-        options["deadline_s"] = timeout * 1e-6
-    return options
-
-
-class _Wanted(NamedTuple):
-    """The requested outputs, each with whether it travels in binary; all for None."""
-
-    outputs: dict[str, bool] | None
-    is_binary: bool  # by default
-
-
-def _wanted(header: dict[str, Any]) -> _Wanted:
-    is_binary = bool(header.get("parameters", {}).get("binary_data_output", False))
-    entries = header.get("outputs")
-    if entries is None:
-        return _Wanted(None, is_binary)
-    if not isinstance(entries, list) or not all(isinstance(one, dict) for one in entries):
-        raise ArgumentError("outputs must be a list of objects")
-    wanted = {}
-    for entry in entries:
-        name, parameters = entry.get("name"), entry.get("parameters", {})
-        if not isinstance(name, str):
-            raise ArgumentError(f"the name of an output is {name!r}; it must be a string")
-        given = _check_known(f"output {name!r}: parameter", parameters, ("binary_data",))
-        wanted[name] = bool(given.get("binary_data", is_binary))
-    return _Wanted(wanted, is_binary)
-
-
-def _selected(wanted: _Wanted, reply: Reply) -> tuple[dict[str, torch.Tensor], set[str]]:
-    """Return the wanted outputs, and the names of those that travel in binary."""
     try:
         for tensor in reply.outputs.values():
             datatype_of(tensor.dtype)
     except UnsupportedError as error:
         raise ModelError(f"an output of model {reply.model!r} cannot be sent: {error}") from error
-    chosen = wanted.outputs
-    if chosen is None:
-        chosen = dict.fromkeys(reply.outputs, wanted.is_binary)
-    for name in chosen.keys() - reply.outputs.keys():
-        raise ArgumentError(
-            f"model {reply.model!r} has no output {name!r}; it has {', '.join(reply.outputs)}"
-        )
-    outputs = {name: reply.outputs[name] for name in chosen}
-    return outputs, {name for name, is_binary in chosen.items() if is_binary}
+    is_binary = header.get("parameters", {}).get("binary_data_output", False)
+    entries = header.get("outputs")
+    if entries is None:
+        entries = [{"name": name} for name in reply.outputs]
+    if not isinstance(entries, list) or not all(isinstance(one, dict) for one in entries):
+        raise ArgumentError("outputs must be a list of objects")
+    outputs, binary = {}, set()
+    for entry in entries:
+        name = entry.get("name")
+        if not isinstance(name, str) or name not in reply.outputs:
+            raise ArgumentError(
+                f"model {reply.model!r} has no output {name!r}; it has {', '.join(reply.outputs)}"
+            )
+        parameters = entry.get("parameters", {})
+        given = _check_known(f"output {name!r}: parameter", parameters, ("binary_data",))
+        outputs[name] = reply.outputs[name]
+        if given.get("binary_data", is_binary):
+            binary.add(name)
+    return outputs, binary
 
 
 def _check_known(what: str, given: object, known: tuple[str, ...]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ storage then travel once and stay tied.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -20,7 +20,6 @@ __all__ = [
     "TensorSpec",
     "layout_of",
     "named_tensors",
-    "unique_storages",
     "view_of",
 ]
 
@@ -30,6 +29,7 @@ class Storage:
     """One storage of a module, with the tensors that view it."""
 
     source: torch.UntypedStorage
+    index: int
     tensors: list[torch.Tensor] = field(default_factory=list)
 
     @property
@@ -87,48 +87,36 @@ def named_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]
                 yield (f"{prefix}.{name}" if prefix else name), tensor
 
 
-def unique_storages(module: torch.nn.Module) -> list[Storage]:
-    """Return each storage of `module` once, in the order of registration.
+def layout_of(module: torch.nn.Module) -> tuple[Layout, list[Storage]]:
+    """Return the layout of `module`, and its storages, in the order of registration.
 
     Raises:
         UnsupportedError: a tensor has no plain storage (sparse, quantized by subclass, fake).
     """
-    found: dict[int, Storage] = {}
-    seen: set[int] = set()
+    storages: dict[int, Storage] = {}  # by address
+    specs: dict[int, TensorSpec] = {}  # by the tensor's id
     for path, tensor in named_tensors(module):
-        if id(tensor) in seen:
+        known = specs.get(id(tensor))
+        if known is not None:
+            specs[id(tensor)] = replace(known, paths=(*known.paths, path))
             continue
-        seen.add(id(tensor))
-        storage = _storage_of(path, tensor)
+        source = _storage_of(path, tensor)
         # Storages of zero bytes share the address 0 without being one storage.
-        key = storage.data_ptr() or -len(found) - 1
-        found.setdefault(key, Storage(storage)).tensors.append(tensor)
-    return list(found.values())
-
-
-def layout_of(module: torch.nn.Module) -> tuple[Layout, list[Storage]]:
-    """Return the layout of `module` and its storages, in the same order."""
-    storages = unique_storages(module)
-    index = {id(tensor): i for i, storage in enumerate(storages) for tensor in storage.tensors}
-    paths: dict[int, list[str]] = {}
-    tensors: dict[int, torch.Tensor] = {}
-    for path, tensor in named_tensors(module):
-        paths.setdefault(id(tensor), []).append(path)
-        tensors[id(tensor)] = tensor
-    specs = [
-        TensorSpec(
-            tuple(paths[key]),
+        key = source.data_ptr() or -len(storages) - 1
+        storage = storages.setdefault(key, Storage(source, len(storages)))
+        storage.tensors.append(tensor)
+        specs[id(tensor)] = TensorSpec(
+            (path,),
             isinstance(tensor, torch.nn.Parameter),
             tensor.requires_grad,
-            index[key],
+            storage.index,
             tensor.dtype,
             tuple(tensor.shape),
             tensor.stride(),
             int(tensor.storage_offset()),
         )
-        for key, tensor in tensors.items()
-    ]
-    return Layout(tuple(storage.size_bytes for storage in storages), tuple(specs)), storages
+    sizes = tuple(storage.size_bytes for storage in storages.values())
+    return Layout(sizes, tuple(specs.values())), list(storages.values())
 
 
 def view_of(

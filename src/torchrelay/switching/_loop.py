@@ -7,7 +7,6 @@ import contextlib
 import math
 import select
 import threading
-import time
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
 from typing import Any, TypeVar
@@ -20,7 +19,7 @@ try:
 except ImportError:
     events = asyncio  # type: ignore[misc]
 
-__all__ = ["Loop", "seconds_until"]
+__all__ = ["Loop"]
 
 T = TypeVar("T")
 
@@ -198,8 +197,3 @@ class Loop:
             for descriptor, _ in self._channels.poll(0):
                 if descriptor in self._readers:
                     self.handle(self._readers[descriptor])
-
-
-def seconds_until(moment: float) -> float:
-    """Return the seconds until `moment` of `time.monotonic()`, not negative."""
-    return max(0.0, moment - time.monotonic())

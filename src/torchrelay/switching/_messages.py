@@ -31,7 +31,7 @@ class Unload(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Run a model; answered by :class:`Result`, :class:`Failed` or :class:`Cancelled`."""
+    """Run a model; answered by :class:`Result` or :class:`Failed`."""
 
     request_id: int
     model: str
@@ -101,12 +101,6 @@ class Failed(NamedTuple):
 
     request_id: int
     error: dict[str, Any]  # as of errors.to_json
-
-
-class Cancelled(NamedTuple):
-    """The request was stopped."""
-
-    request_id: int
 
 
 class Saved(NamedTuple):

@@ -30,13 +30,12 @@ class _Snapshot(Collector):
     def collect(self) -> Iterator[Metric]:
         status = self._switcher.status()
         free = sum(block["bytes"] for block in status["blocks"] if not block["model"])
-        yield GaugeMetricFamily(
-            "torchrelay_arena_bytes", "Size of the arena", value=status["arena_bytes"]
-        )
-        yield GaugeMetricFamily("torchrelay_arena_free_bytes", "Bytes no model holds", value=free)
-        yield GaugeMetricFamily(
-            "torchrelay_queue_length", "Requests waiting", value=len(status["queue"])
-        )
+        for name, text, value in (
+            ("arena_bytes", "Size of the arena", status["arena_bytes"]),
+            ("arena_free_bytes", "Bytes no model holds", free),
+            ("queue_length", "Requests waiting", len(status["queue"])),
+        ):
+            yield GaugeMetricFamily(f"torchrelay_{name}", text, value=value)
         yield CounterMetricFamily(
             "torchrelay_worker_deaths", "Workers that ended unasked", value=status["worker_deaths"]
         )

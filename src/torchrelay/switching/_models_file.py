@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torchrelay.config import Switching, load
 from torchrelay.errors import ConfigError, TorchRelayError
-from torchrelay.switching._store import InputLike, InputSpec, ModelStore
+from torchrelay.switching._store import InputSpec, ModelStore
 from torchrelay.switching._tensors import dtype_of
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 __all__ = ["ModelEntry", "ModelsFile"]
 
-_KINDS: dict[str, type] = {
+_FILE = {"server": dict, "models": dict}
+_MODEL = {
     "factory": str,
     "inputs": list,
     "kwargs": dict,
@@ -25,6 +32,14 @@ _KINDS: dict[str, type] = {
     "load": bool,
     "max_batch_size": int,
     "max_delay_us": int,
+}
+_INPUT = {"name": str, "datatype": str, "shape": list, "example": list}
+_WORDS = {
+    str: "a string",
+    int: "an integer",
+    bool: "true or false",
+    list: "a list",
+    dict: "a table",
 }
 
 
@@ -60,81 +75,55 @@ class ModelsFile:
             ConfigError: it cannot be read, or something in it is unknown or wrong.
         """
         try:
-            table = _parse(path.read_bytes().decode())
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{path}: {error}") from error
-        _check_keys(path, "the file", table, {"server", "models"})
+            table = tomllib.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{path} cannot be read: {error}") from error
+        _check(f"{path}: the file", table, _FILE)
         folder = path.resolve().parent
         models = {
-            name: _model(path, folder, name, entry)
-            for name, entry in _table(path, table, "models").items()
+            name: _model(f"{path}: [models.{name}]", folder, name, entry)
+            for name, entry in table.get("models", {}).items()
         }
         if not models:
             raise ConfigError(f"{path} has no models: add a table [models.NAME]")
-        server = load(Switching, file=_table(path, table, "server"), origin=f"{path}: [server]")
+        server = load(Switching, file=table.get("server"), origin=f"{path}: [server]")
         return cls(folder, server, models)
 
 
-def _parse(text: str) -> dict[str, Any]:
-    if sys.version_info >= (3, 11):
-        import tomllib  # noqa: PLC0415
-    else:
-        import tomli as tomllib  # noqa: PLC0415
-    try:
-        return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"not valid TOML: {error}") from error
-
-
-def _table(path: Path, parent: dict[str, Any], key: str) -> dict[str, Any]:
-    table = parent.get(key, {})
+def _check(where: str, table: object, kinds: Mapping[str, type]) -> dict[str, Any]:
+    """Return `table`, whose keys are among those of `kinds`, and its values of these types."""
     if not isinstance(table, dict):
-        raise ConfigError(f"{path}: {key} must be a table")
+        raise ConfigError(f"{where} must be a table")
+    for key, value in table.items():
+        if key not in kinds:
+            known = ", ".join(sorted(kinds))
+            raise ConfigError(f"{where} has the unknown key {key}; known are {known}")
+        if type(value) is not kinds[key]:
+            raise ConfigError(f"{where} {key} = {value!r}: must be {_WORDS[kinds[key]]}")
     return table
 
 
-def _check_keys(path: Path, where: str, table: dict[str, Any], known: set[str]) -> None:
-    unknown = set(table) - known
-    if unknown:
-        names = ", ".join(sorted(unknown))
-        raise ConfigError(
-            f"{path}: {where} has the unknown key {names}; known are {', '.join(sorted(known))}"
-        )
-
-
-def _model(path: Path, folder: Path, name: str, table: Any) -> ModelEntry:
-    where = f"[models.{name}]"
-    if not isinstance(table, dict):
-        raise ConfigError(f"{path}: {where} must be a table")
-    _check_keys(path, where, table, set(_KINDS))
-    if not isinstance(table.get("factory"), str) or not isinstance(table.get("inputs"), list):
-        raise ConfigError(f"{path}: {where} needs factory, a string, and inputs, a list")
-    for key, value in table.items():
-        if type(value) is not _KINDS[key]:
-            kind = _KINDS[key].__name__
-            raise ConfigError(f"{path}: {where} {key} = {value!r}: must be a {kind}")
-    given = dict(table)
+def _model(where: str, folder: Path, name: str, table: object) -> ModelEntry:
+    given = dict(_check(where, table, _MODEL))
+    if not given.keys() >= {"factory", "inputs"}:
+        raise ConfigError(f"{where} needs factory, a string, and inputs, a list")
     own = {key: given.pop(key) for key in ("priority", "load") if key in given}
     module, colon, function = given["factory"].rpartition(":")
     if module.endswith(".py"):
         given["factory"] = f"{folder / module}{colon}{function}"
     if "weights" in given:
         given["weights"] = folder / given["weights"]
-    given["inputs"] = dict(_input(path, where, one) for one in given["inputs"])
+    specs = [_input(f"{where} inputs", one) for one in given["inputs"]]
+    given["inputs"] = {spec.name: spec for spec in specs}
     return ModelEntry(name, given, **own)
 
 
-def _input(path: Path, where: str, entry: Any) -> tuple[str, InputLike]:
-    if isinstance(entry, dict):
-        _check_keys(path, f"{where} inputs", entry, {"name", "datatype", "shape", "example"})
+def _input(where: str, entry: object) -> InputSpec:
+    given = _check(where, entry, _INPUT)
     try:
-        name, dtype = str(entry["name"]), dtype_of(entry["datatype"])
-        shape = tuple(entry["shape"])
-        example = tuple(entry["example"]) if "example" in entry else None
-        InputSpec(name, dtype, shape, example)  # checks them
-        return name, (dtype, shape) if example is None else (dtype, shape, example)
-    except (KeyError, TypeError, ValueError, TorchRelayError) as error:
+        example = tuple(given["example"]) if "example" in given else None
+        return InputSpec(given["name"], dtype_of(given["datatype"]), tuple(given["shape"]), example)
+    except (KeyError, TorchRelayError) as error:
         raise ConfigError(
-            f"{path}: {where} inputs: {error}; write "
-            '{name = "x", datatype = "FP32", shape = [-1, 64]}'
+            f'{where}: {error}; write {{name = "x", datatype = "FP32", shape = [-1, 64]}}'
         ) from error

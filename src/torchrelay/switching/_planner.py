@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -20,7 +21,7 @@ from torchrelay.switching._contract import Copy, Link, align
 from torchrelay.switching._layout import Layout
 from torchrelay.switching._profile import Profile
 
-__all__ = ["Costs", "Grouped", "Grouping", "best_grouping", "measure_link"]
+__all__ = ["Costs", "Grouped", "best_grouping", "measure_link"]
 
 # What a message to a waiting process costs each side, about the same on all machines measured.
 _WAKE_S = 40e-6
@@ -35,19 +36,11 @@ class Costs:
     group_overhead_s: float = 0.0
 
 
-@dataclass(frozen=True)
-class Grouping:
-    """Group g holds the layers from `ends[g - 1]` (0 for the first) up to, without, `ends[g]`."""
-
-    ends: tuple[int, ...]
-    time_s: float
-
-    def groups(self) -> list[range]:
-        return [range(start, end) for start, end in zip((0, *self.ends), self.ends, strict=False)]
-
-
-def best_grouping(size_bytes: Sequence[int], compute_s: Sequence[float], costs: Costs) -> Grouping:
-    """Return the grouping of n layers that ends first, in O(n^2) for each number of groups tried.
+def best_grouping(
+    size_bytes: Sequence[int], compute_s: Sequence[float], costs: Costs
+) -> tuple[int, ...]:
+    """Return the grouping of n layers that is computed first, in O(n^2) for each number of groups
+    tried: group g holds the layers from `ends[g - 1]` (0 for the first) up to, without, `ends[g]`.
 
     Args:
         size_bytes: what each layer adds to the copies, in the order of execution.
@@ -55,7 +48,7 @@ def best_grouping(size_bytes: Sequence[int], compute_s: Sequence[float], costs: 
     """
     count = len(size_bytes)
     if count == 0:
-        return Grouping((), 0.0)
+        return ()
     copied = np.concatenate(([0.0], np.cumsum(np.asarray(size_bytes, float)))) / costs.bytes_per_s
     computed = np.concatenate(([0.0], np.cumsum(np.asarray(compute_s, float))))
     # finish[j]: when the first j layers are computed, split into as many groups as the round
@@ -79,7 +72,7 @@ def best_grouping(size_bytes: Sequence[int], compute_s: Sequence[float], costs: 
     ends = [count]
     for choice in reversed(choices[1:best_count]):
         ends.append(int(choice[ends[-1]]))
-    return Grouping(tuple(reversed(ends)), best)
+    return tuple(reversed(ends))
 
 
 def measure_link(link: Link, source: torch.Tensor) -> Costs:
@@ -125,12 +118,13 @@ class Grouped:
         layers = [layer for layer in profile if layer.storages]
         if not layers or policy == "one":
             return cls.one_group(layout)
-        ranges = [range(index, index + 1) for index in range(len(layers))]
+        ends = tuple(range(1, len(layers) + 1))
         if policy == "best":
             sizes = [sum(align(layout.storages[one]) for one in layer.storages) for layer in layers]
-            ranges = best_grouping(sizes, [layer.compute_s for layer in layers], costs).groups()
+            ends = best_grouping(sizes, [layer.compute_s for layer in layers], costs)
         groups = tuple(
-            tuple(storage for layer in one for storage in layers[layer].storages) for one in ranges
+            tuple(storage for layer in layers[start:end] for storage in layer.storages)
+            for start, end in pairwise((0, *ends))
         )
         return cls(layout, groups)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from torchrelay.errors import OperationTimeoutError, OverloadedError
+from torchrelay.errors import OperationTimeoutError, OverloadedError, TorchRelayError
 
 __all__ = ["Reply", "Request", "RequestQueue", "new_id"]
 
@@ -56,7 +56,6 @@ class Request:
     future: Future[Any] = field(default_factory=Future)  # of a Reply, or of a Profile
     priority: int = 0
     deadline: float = math.inf  # of time.monotonic()
-    client: str = ""
     is_profile: bool = False  # asks for the model's profile, and may run before it is ready
     request_id: int = field(default_factory=new_id)
     attempts: int = 0
@@ -81,15 +80,25 @@ class Request:
         """What requests of one batch have in common."""
         return {name: (tensor.dtype, tensor.shape[1:]) for name, tensor in self.inputs.items()}
 
+    def succeed(self, result: object) -> None:
+        """Set the result; the end of the daemon may have set an error first."""
+        if not self.future.done():
+            self.future.set_result(result)
+
+    def fail(self, error: TorchRelayError) -> None:
+        """Set the error, unless there is a result or the request was cancelled."""
+        if not self.future.done() and (
+            self.future.running() or self.future.set_running_or_notify_cancel()
+        ):
+            self.future.set_exception(error)
+
 
 class RequestQueue:
     """A bounded priority queue. The loop's lock protects it."""
 
-    def __init__(self, limit: int, client_limit: int) -> None:
+    def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._client_limit = client_limit
         self._waiting: list[Request] = []
-        self._limited: set[Request] = set()  # those with a deadline
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -104,43 +113,32 @@ class RequestQueue:
         """Queue `request`.
 
         Raises:
-            OverloadedError: the queue, or the client's share of it, is full.
+            OverloadedError: the queue is full.
         """
         if len(self._waiting) >= self._limit:
             raise OverloadedError(
                 f"{len(self._waiting)} requests are waiting, the limit; try again later"
             )
-        client = request.client
-        if client and sum(one.client == client for one in self._waiting) >= self._client_limit:
-            raise OverloadedError(
-                f"client {client!r} has {self._client_limit} requests waiting, its limit; "
-                "try again later"
-            )
         self.push_back(request)
 
     def push_back(self, request: Request) -> None:
-        """Queue a request again, ignoring the limits."""
+        """Queue a request again, ignoring the limit."""
         insort(self._waiting, request, key=lambda one: one.rank)
-        if request.deadline < math.inf:
-            self._limited.add(request)
 
     def remove(self, request: Request) -> bool:
         """Take `request` off the queue, if it is there; return whether it was."""
         if request not in self._waiting:
             return False
         self._waiting.remove(request)
-        self._limited.discard(request)
         return True
 
     def next_deadline(self) -> float:
-        return min((request.deadline for request in self._limited), default=math.inf)
+        return min((request.deadline for request in self._waiting), default=math.inf)
 
     def take_expired(self) -> list[tuple[Request, OperationTimeoutError]]:
         """Remove and return the expired requests, with their errors."""
         now = time.monotonic()
-        if now < self.next_deadline():
-            return []
-        expired = [one for one in self._limited if one.deadline <= now]
+        expired = [one for one in self._waiting if one.deadline <= now]
         for request in expired:
             self.remove(request)
         text = "a request to {!r} waited {:.3f} s and missed its deadline"

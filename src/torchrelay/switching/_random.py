@@ -32,20 +32,10 @@ def seed_random(seed: int) -> None:
 
 
 def random_state() -> dict[str, Any]:
-    """Return the states as values that `torch.load(weights_only=True)` reads."""
-    version, words, gauss = random.getstate()
-    kind, keys, position, has_gauss, cached = np.random.get_state()
-    state: dict[str, Any] = {
-        "torch": torch.get_rng_state(),
-        "python": [version, list(words), gauss],
-        "numpy": [
-            str(kind),
-            [int(key) for key in keys],
-            int(position),
-            int(has_gauss),
-            float(cached),
-        ],
-    }
+    """Return the states as values that `torch.load(weights_only=True)` reads: no arrays."""
+    of_numpy: Any = np.random.get_state(legacy=False)
+    of_numpy["state"]["key"] = torch.from_numpy(of_numpy["state"]["key"])
+    state = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": of_numpy}
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         state["cuda"] = torch.cuda.get_rng_state_all()
     return state
@@ -54,9 +44,9 @@ def random_state() -> dict[str, Any]:
 def restore_random(state: dict[str, Any]) -> None:
     """Restore what :func:`random_state` returned."""
     torch.set_rng_state(state["torch"])
-    version, words, gauss = state["python"]
-    random.setstate((version, tuple(words), gauss))
-    kind, keys, position, has_gauss, cached = state["numpy"]
-    np.random.set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
+    random.setstate(state["python"])
+    of_numpy = state["numpy"]
+    words = {**of_numpy["state"], "key": of_numpy["state"]["key"].numpy()}
+    np.random.set_state({**of_numpy, "state": words})
     if "cuda" in state:
         torch.cuda.set_rng_state_all(state["cuda"])

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from torchrelay.buffers import Segment
-from torchrelay.errors import SegmentError
+from torchrelay.errors import CapacityError, SegmentError
 from torchrelay.switching._contract import ALIGNMENT_BYTES, align
 
 __all__ = ["BufferPool", "RequestBuffer", "Written"]
@@ -72,8 +72,15 @@ class RequestBuffer:
     def write(self, tensors: Mapping[str, torch.Tensor], start: int) -> list[Written]:
         """Write `tensors` from the aligned byte `start`, and return where they are.
 
-        The caller has checked that they fit.
+        Raises:
+            CapacityError: they do not fit.
         """
+        needed, left = sum(align(one.nbytes) for one in tensors.values()), self.size_bytes - start
+        if needed > left:
+            raise CapacityError(
+                f"the outputs take {needed} bytes, {left} of the request buffer are left; start "
+                "with larger request_bytes"
+            )
         written, offset = [], start
         for name, tensor in tensors.items():
             plain = tensor.resolve_conj().resolve_neg().contiguous()

@@ -5,90 +5,46 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from torchrelay.errors import ModelError, OperationTimeoutError, PeerLostError, from_json
+from torchrelay.errors import ModelError, OperationTimeoutError, from_json
 from torchrelay.switching import _messages
 from torchrelay.switching._factory import Factory
 from torchrelay.switching._fleet import Fleet, WorkerProcess
 from torchrelay.switching._queue import new_id
 from torchrelay.switching._training import read_state
 
-__all__ = ["Task", "TrainingHandle", "TrainingScheduler"]
+__all__ = ["TrainingHandle", "TrainingScheduler"]
 
 _MAX_LOSSES = 2  # workers that may die at the same step
 
 
 @dataclass(eq=False)
-class Task:
-    """A training task. Owned by the daemon, but for `future`."""
+class TrainingHandle:
+    """A training task that runs whenever no request does.
+
+    `step` is the number of steps whose state has been saved, `preemptions` how often requests
+    preempted the task.
+    """
 
     name: str
     factory: Factory
     steps: int
     save_every: int
-    future: Future[dict[str, Any]] = field(default_factory=Future)
+    on_cancel: Callable[[TrainingHandle], object]
     step: int = 0
     preemptions: int = 0
-    losses: int = 0  # workers that died since the task last advanced
-    cancelled: bool = False
-    state: list[int] = field(default_factory=list)  # the descriptor of the last state, if any
-
-    def advance(self, step: int, state: list[int]) -> None:
-        """Replace the state by a newer one."""
-        self.drop_state()
-        self.state, self.step, self.losses = state, step, 0
-
-    def drop_state(self) -> None:
-        """Close the state. Idempotent."""
-        while self.state:
-            os.close(self.state.pop())
-
-    def finish(self) -> None:
-        """Set the future to the state, which is closed."""
-        try:
-            self.future.set_result(read_state(self.state[0])["task"])
-        except Exception as error:
-            self.future.set_exception(error)
-        self.drop_state()
-
-    def fail(self, error: Exception) -> None:
-        """Set the future to `error`, unless it is done, and close the state."""
-        if not self.future.done():
-            self.future.set_exception(error)
-        self.drop_state()
-
-    def cancel(self) -> None:
-        self.future.cancel()
-        self.drop_state()
-
-
-class TrainingHandle:
-    """A training task that runs whenever no request does."""
-
-    def __init__(self, task: Task, cancel: Callable[[Task], None]) -> None:
-        self._task = task
-        self._cancel = cancel
-
-    @property
-    def name(self) -> str:
-        return self._task.name
-
-    @property
-    def step(self) -> int:
-        """The number of steps whose state has been saved."""
-        return self._task.step
-
-    @property
-    def preemptions(self) -> int:
-        """How often requests preempted the task."""
-        return self._task.preemptions
+    _future: Future[dict[str, Any]] = field(default_factory=Future, init=False)
+    # Of the daemon: the descriptor of the last state, if any; workers lost since then.
+    _state: list[int] = field(default_factory=list, init=False)
+    _losses: int = field(default=0, init=False)
+    _is_cancelled: bool = field(default=False, init=False)
 
     @property
     def done(self) -> bool:
-        return self._task.future.done()
+        return self._future.done()
 
     def result(self, timeout_s: float | None = None) -> dict[str, Any]:
         """Wait for the last step and return the task's final `state_dict()`.
@@ -99,39 +55,59 @@ class TrainingHandle:
             PeerLostError: its worker died again and again at the same step.
         """
         try:
-            return self._task.future.result(timeout_s)
+            return self._future.result(timeout_s)
         except TimeoutError as error:
-            if self._task.future.done():
+            if self.done:
                 raise
             raise OperationTimeoutError(
-                f"training task {self.name!r} is at step {self.step} of {self._task.steps} after "
+                f"training task {self.name!r} is at step {self.step} of {self.steps} after "
                 f"{timeout_s} s"
             ) from error
 
     def cancel(self) -> None:
         """Stop the task; :meth:`result` then raises `CancelledError`."""
-        self._cancel(self._task)
+        self.on_cancel(self)
+
+    def _advance(self, step: int, state: list[int]) -> None:
+        """Replace the state by a newer one."""
+        self._drop_state()
+        self._state, self.step, self._losses = state, step, 0
+
+    def _drop_state(self) -> None:
+        while self._state:
+            os.close(self._state.pop())
+
+    def _finish(self) -> None:
+        """Set the future to the state, which is closed."""
+        try:
+            self._future.set_result(read_state(self._state[0])["task"])
+        except Exception as error:
+            self._future.set_exception(error)
+        self._drop_state()
+
+    def _fail(self, error: Exception) -> None:
+        """Set the future to `error`, unless it is done, and close the state."""
+        if not self.done:
+            self._future.set_exception(error)
+        self._drop_state()
 
 
 class TrainingScheduler:
     """Runs one task at a time, in the order of submission. The loop's lock protects it."""
 
     def __init__(self, fleet: Fleet) -> None:
-        self.waiting: deque[Task] = deque()
-        self.running: Task | None = None
+        self.waiting: deque[TrainingHandle] = deque()
+        self.running: TrainingHandle | None = None
         self.worker: WorkerProcess | None = None  # of the running task
         self._is_pausing = False
         self._fleet = fleet
 
-    def submit(self, task: Task) -> None:
-        self.waiting.append(task)
-
-    def cancel(self, task: Task) -> None:
+    def cancel(self, task: TrainingHandle) -> None:
         """Stop the task: at once if it waits, at the end of its step if it runs."""
-        task.cancelled = True
+        task._is_cancelled = True
         if task in self.waiting:
             self.waiting.remove(task)
-            task.cancel()
+            task._fail(CancelledError())
         elif self.running is task:
             self.pause()
 
@@ -146,7 +122,7 @@ class TrainingScheduler:
         worker.request_id = request_id = new_id()
         self.running, self.worker, self._is_pausing = task, worker, False
         train = _messages.Train(request_id, task.name, task.factory, task.steps, task.save_every)
-        worker.send(train, task.state)
+        worker.send(train, task._state)
 
     def pause(self) -> None:
         """Pause the running task at the end of its step."""
@@ -159,38 +135,39 @@ class TrainingScheduler:
         task, worker = self.running, self.worker
         assert task is not None and worker is not None
         if isinstance(message, _messages.Saved):
-            task.advance(message.step, descriptors)
+            task._advance(message.step, descriptors)
             if not message.ended:
                 return
         worker.release()
         self.running = self.worker = None
         if isinstance(message, _messages.Failed):
-            task.fail(from_json(message.error, ModelError))
+            task._fail(from_json(message.error, ModelError))
         elif isinstance(message, _messages.Saved) and message.ended == "done":
-            task.finish()
-        elif task.cancelled:
-            task.cancel()
+            task._finish()
+        elif task._is_cancelled:
+            task._fail(CancelledError())
         else:
             task.preemptions += 1
             self.waiting.appendleft(task)
 
-    def on_lost(self, worker: WorkerProcess, reason: str) -> None:
+    def on_lost(self, worker: WorkerProcess) -> None:
         """Resume from the last state after a worker died; fail the task if this repeats."""
         task = self.running
         if task is None or self.worker is not worker:
             return
         self.running = self.worker = None
-        task.losses += 1
-        if task.cancelled:
-            task.cancel()
-        elif task.losses > _MAX_LOSSES:
-            text = f"worker {worker.pid} {reason} while it ran task {task.name!r}"
-            task.fail(PeerLostError(f"{text}, {task.losses} times at the same step"))
+        task._losses += 1
+        if task._is_cancelled:
+            task._fail(CancelledError())
+        elif task._losses > _MAX_LOSSES:
+            did = f"ran task {task.name!r} from step {task.step}; tried {task._losses} times"
+            task._fail(worker.loss(did))
         else:
             self.waiting.appendleft(task)
 
     def fail_all(self, error: Exception) -> None:
         """End every task with `error`."""
-        for task in [*([self.running] if self.running else []), *self.waiting]:
-            task.fail(error)
-        self.waiting.clear()
+        if self.running is not None:
+            self.waiting.append(self.running)
+        while self.waiting:
+            self.waiting.pop()._fail(error)

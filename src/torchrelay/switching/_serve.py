@@ -1,4 +1,4 @@
-"""The server process: serves a models file over HTTP until SIGINT or SIGTERM."""
+"""The server process, and the table of `torchrelay serve --bench`, over a models file."""
 
 from __future__ import annotations
 
@@ -6,22 +6,28 @@ import contextlib
 import gc
 import os
 import signal
+import statistics
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 
+import torch
+from rich.console import Console
+from rich.table import Table
+
 from torchrelay.config import Switching
-from torchrelay.errors import UnavailableError
+from torchrelay.errors import ConfigError, UnavailableError
 from torchrelay.switching._models_file import ModelsFile
+from torchrelay.switching._queue import Reply
 from torchrelay.switching._store import ModelStore
 from torchrelay.switching._switcher import Switcher
 
-__all__ = ["open_file", "serve"]
+__all__ = ["print_table", "serve"]
 
 
 @contextlib.contextmanager
-def open_file(
+def _opened(
     file: ModelsFile, options: Switching, report: Callable[[str], object]
 ) -> Iterator[tuple[Switcher, ModelStore]]:
     """Load the file's models, and keep profiles, by default in the user's cache folder."""
@@ -52,7 +58,7 @@ def serve(file: ModelsFile, *, report: Callable[[str], None] = print) -> None:
     """
     try:
         from torchrelay.switching._connections import Server, bind  # noqa: PLC0415 - an extra
-        from torchrelay.switching._http import create_app  # noqa: PLC0415
+        from torchrelay.switching._http import Application  # noqa: PLC0415
     except ImportError as error:
         raise UnavailableError(
             "serving needs starlette, uvicorn, httptools and prometheus-client: pip install "
@@ -61,12 +67,13 @@ def serve(file: ModelsFile, *, report: Callable[[str], None] = print) -> None:
     options = file.server
     with (
         bind(options.host, options.port) as listener,
-        open_file(file, options, report) as (switcher, store),
+        _opened(file, options, report) as (switcher, store),
+        contextlib.closing(Application(switcher, store, file.models, options)) as app,
     ):
         address = f"http://{options.host}:{listener.getsockname()[1]}"
         server = Server(
-            create_app(switcher, store, file.models, options),
-            grace_s=options.grace_s,
+            app,
+            options.grace_s,
             on_start=lambda: report(f"serving on {address}"),
             has_failed=lambda: switcher.failure is not None,
         )
@@ -88,3 +95,33 @@ def _signals(handler: Callable[[int, FrameType | None], object]) -> Iterator[Non
     finally:
         for number, was in before.items():
             signal.signal(number, was)
+
+
+def print_table(file: ModelsFile, rounds: int) -> None:
+    """Switch between the models `rounds` times; print medians, and the time of a resident model."""
+    names = [entry.name for entry in file.models.values() if entry.load]
+    if not names:
+        raise ConfigError("no model of the file has load = true")
+    switched: dict[str, list[Reply]] = {name: [] for name in names}
+    ready: dict[str, list[Reply]] = {name: [] for name in names}
+    with _opened(file, file.server, lambda _: None) as (switcher, store):
+        for _ in range(rounds):
+            for name in names:
+                inputs = {spec.name: spec.example_tensor() for spec in store.get(name).inputs}
+                # At once again: the model is in place, so this is the model's own time.
+                for replies in (switched, ready):
+                    replies[name].append(switcher.submit(name, inputs).result())
+        sizes = {name: store.get(name).size_bytes / 2**20 for name in names}
+    table = Table(title=f"Switching, medians; {torch.get_num_threads()} threads")
+    table.add_column("model")
+    for head in ("size, MiB", "copied, MiB", "switched to, ms", "ready, ms", "switching costs, ms"):
+        table.add_column(head, justify="right")
+    for name in names:
+        copied = statistics.median(reply.copied_bytes for reply in switched[name]) / 2**20
+        total_ms, own_ms = (
+            statistics.median((one.switch_s + one.compute_s) * 1e3 for one in replies[name])
+            for replies in (switched, ready)
+        )
+        row = sizes[name], copied, total_ms, own_ms, total_ms - own_ms
+        table.add_row(name, *(f"{value:.2f}" for value in row))
+    Console().print(table)

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from torchrelay.switching._cache import SharedCache
 from torchrelay.switching._fleet import WorkerProcess
-from torchrelay.switching._scheduler import Task
-from torchrelay.switching._served import Served
+from torchrelay.switching._residency import Served
+from torchrelay.switching._scheduler import TrainingHandle
 
 if TYPE_CHECKING:
     from torchrelay.switching._daemon import Daemon
@@ -51,7 +51,6 @@ def status(daemon: Daemon, cache: SharedCache) -> dict[str, Any]:
                 "model": request.model,
                 "priority": request.priority,
                 "waiting_s": time.monotonic() - request.arrived,
-                "client": request.client,
             }
             for request in daemon.queue
         ],
@@ -79,7 +78,6 @@ def _model(daemon: Daemon, served: Served) -> dict[str, Any]:
         "groups": len(served.grouped.groups),
         "resident": daemon.residency.is_resident(served),
         "pinned": daemon.residency.arena.is_pinned(name),
-        "priority": served.priority,
         "requests": dict(served.counts),
         "seconds": dict(served.seconds),
     }
@@ -97,5 +95,5 @@ def _worker(daemon: Daemon, worker: WorkerProcess) -> dict[str, Any]:
     return {"pid": worker.pid, "state": state, "model": worker.last_model}
 
 
-def _task(task: Task) -> dict[str, Any]:
+def _task(task: TrainingHandle) -> dict[str, Any]:
     return {"task": task.name, "step": task.step, "steps": task.steps}

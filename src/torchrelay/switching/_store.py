@@ -7,7 +7,7 @@ import json
 import math
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,6 @@ from torchrelay.switching._layout import Layout, Storage, layout_of
 __all__ = ["InputLike", "InputSpec", "ModelStore", "StoredModel"]
 
 Shape = tuple[int, ...]
-InputLike = torch.Tensor | tuple[torch.dtype, Shape] | tuple[torch.dtype, Shape, Shape]
 
 
 @dataclass(frozen=True)
@@ -89,6 +88,9 @@ class InputSpec:
         return len(shape) == len(self.shape) and all(
             want in (-1, size) for want, size in zip(self.shape, shape, strict=True)
         )
+
+
+InputLike = torch.Tensor | tuple[torch.dtype, Shape] | tuple[torch.dtype, Shape, Shape] | InputSpec
 
 
 @dataclass(frozen=True)
@@ -187,8 +189,10 @@ class ModelStore(Resource):
             raise ArgumentError(
                 f"{name!r} is not a valid name of a model: use letters, digits, '-', '_' and '.'"
             )
-        if not inputs:
-            raise ArgumentError(f"model {name!r} needs its inputs: a name and an example for each")
+        if not isinstance(inputs, Mapping) or not inputs:
+            raise ArgumentError(
+                f"model {name!r} needs its inputs, as a dict: a name and an example for each"
+            )
         specs = tuple(_input_spec(key, value) for key, value in inputs.items())
         _check_batching(name, specs, max_batch_size, max_delay_us)
         made = Factory.of(factory, kwargs, seed)
@@ -282,10 +286,17 @@ def _check_hidden(name: str, module: torch.nn.Module, storages: list[Storage]) -
 
 
 def _input_spec(name: str, value: InputLike) -> InputSpec:
+    if isinstance(value, InputSpec):
+        return replace(value, name=name)
     if isinstance(value, torch.Tensor):
         return InputSpec(name, value.dtype, tuple(value.shape))
-    if len(value) == 3:
-        dtype, shape, example = value
-        return InputSpec(name, dtype, tuple(shape), tuple(example))
-    dtype, shape = value
-    return InputSpec(name, dtype, tuple(shape))
+    try:
+        dtype, *shapes = value
+        if isinstance(dtype, torch.dtype):
+            return InputSpec(name, dtype, *map(tuple, shapes))
+    except TypeError:
+        pass
+    raise ArgumentError(
+        f"input {name!r} of type {type(value).__name__}: pass a tensor, (dtype, shape) or "
+        "(dtype, shape, example), such as (torch.float32, (-1, 64))"
+    )

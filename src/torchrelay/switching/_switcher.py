@@ -23,9 +23,10 @@ from torchrelay.switching._factory import Factory
 from torchrelay.switching._host import HostLink
 from torchrelay.switching._planner import measure_link
 from torchrelay.switching._queue import Reply, Request
-from torchrelay.switching._scheduler import Task, TrainingHandle
+from torchrelay.switching._scheduler import TrainingHandle
 from torchrelay.switching._statistics import status
 from torchrelay.switching._store import ModelStore
+from torchrelay.switching._tensors import check_tensors
 
 __all__ = ["Switcher"]
 
@@ -70,7 +71,7 @@ class Switcher(Resource):
             self._link.register(source)
             costs = measure_link(self._link, source)
             self._link.unregister(source)
-            self._daemon = Daemon(self._cache, self._link, costs, options)
+            self._daemon = Daemon(store, self._cache, self._link, costs, options)
         except BaseException:
             self._cache.close()
             raise
@@ -158,7 +159,6 @@ class Switcher(Resource):
         *,
         priority: int = 0,
         deadline_s: float | None = None,
-        client: str = "",
         copy: bool = True,
     ) -> Future[Reply]:
         """Queue a request and return the future of its reply. Cancelling the future takes it off
@@ -168,7 +168,6 @@ class Switcher(Resource):
             priority: from -1000 to 1000. Higher ones run first, however long lower ones wait.
             deadline_s: the most to wait for a worker; then the future raises OperationTimeoutError.
                 Of equal priority, earlier deadlines run first; none counts as 10 s.
-            client: who asks, for `client_limit`.
             copy: False if `inputs` do not change before the future is done.
 
         Raises:
@@ -179,7 +178,7 @@ class Switcher(Resource):
         The future raises ModelError, OperationTimeoutError, OverloadedError, PeerLostError,
         NotFoundError or UnavailableError.
         """
-        request = self._request(name, inputs, priority, deadline_s, client, copies=copy)
+        request = self._request(name, inputs, priority, deadline_s, copies=copy)
         self._daemon.loop.call(lambda: self._daemon.submit(request))
         request.future.add_done_callback(lambda future: self._forget_cancelled(request))
         return request.future
@@ -191,12 +190,11 @@ class Switcher(Resource):
         *,
         priority: int = 0,
         deadline_s: float | None = None,
-        client: str = "",
     ) -> dict[str, torch.Tensor]:
         """Return the model's outputs by name; a single tensor is named "output". As :meth:`submit`,
         but blocks.
         """
-        request = self._request(name, inputs, priority, deadline_s, client, copies=False)
+        request = self._request(name, inputs, priority, deadline_s, copies=False)
         with _torch.span("torchrelay.switching.infer"):
             return self._daemon.run(request).outputs
 
@@ -229,10 +227,16 @@ class Switcher(Resource):
                 f"a task needs at least 1 step and save_every of at least 0, not {steps}, "
                 f"{save_every}"
             )
-        task = Task(name, Factory.of(factory, kwargs, seed), steps, save_every)
-        self._daemon.loop.call(lambda: self._daemon.train(task))
-        cancel = self._daemon.training.cancel
-        return TrainingHandle(task, lambda one: self._daemon.loop.call(lambda: cancel(one)))
+        loop, cancel = self._daemon.loop, self._daemon.training.cancel
+        task = TrainingHandle(
+            name,
+            Factory.of(factory, kwargs, seed),
+            steps,
+            save_every,
+            on_cancel=lambda one: loop.call(lambda: cancel(one)),
+        )
+        loop.call(lambda: self._daemon.train(task))
+        return task
 
     def status(self) -> dict[str, Any]:
         """Return the resident models, and queued, running and finished requests, as JSON values."""
@@ -262,15 +266,15 @@ class Switcher(Resource):
         inputs: Mapping[str, torch.Tensor],
         priority: int,
         deadline_s: float | None,
-        client: str,
         *,
         copies: bool,
     ) -> Request:
         _check_priority(priority)
+        check_tensors(inputs)
         self._check_inputs(name, inputs)
         deadline = math.inf if deadline_s is None else time.monotonic() + deadline_s
         plain = {key: value.detach().to("cpu", copy=copies) for key, value in inputs.items()}
-        return Request(name, plain, priority=priority, deadline=deadline, client=client)
+        return Request(name, plain, priority=priority, deadline=deadline)
 
     def _forget_cancelled(self, request: Request) -> None:
         """Let the daemon remove a cancelled request from the queue and free its inputs."""

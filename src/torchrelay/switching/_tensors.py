@@ -22,12 +22,15 @@ __all__ = [
     "DATATYPES",
     "HEADER",
     "Body",
+    "check_tensors",
     "datatype_of",
     "decode",
     "dtype_of",
     "dump",
     "encode",
     "parse_body",
+    "to_binary",
+    "to_json",
 ]
 
 HEADER = "Inference-Header-Content-Length"
@@ -69,7 +72,22 @@ def datatype_of(dtype: torch.dtype) -> str:
     return _NAMES[dtype]
 
 
-def parse_body(body: bytes, header_length: str | bytes | None) -> Body:
+def check_tensors(inputs: object) -> None:
+    """Raise :class:`ArgumentError` unless `inputs` are tensors by name."""
+    if not isinstance(inputs, Mapping):
+        raise ArgumentError(
+            f"the inputs are a {type(inputs).__name__}; pass a dict of tensors by name, such as "
+            '{"x": tensor}'
+        )
+    for name, value in inputs.items():
+        if not isinstance(value, torch.Tensor):
+            raise ArgumentError(
+                f"input {name!r} is a {type(value).__name__}, not a tensor; pass "
+                "torch.as_tensor(value)"
+            )
+
+
+def parse_body(body: bytes, header_length: str | bytes | int | None) -> Body:
     """Split a request or response body into its JSON object and the bytes behind it.
 
     Raises:
@@ -171,6 +189,21 @@ def dump(header: dict[str, Any]) -> bytes:
             "an output has infinite values or NaN, which JSON cannot represent; ask for it with "
             "the parameter binary_data"
         ) from error
+
+
+def to_binary(body: bytes) -> tuple[bytes, int]:
+    """Return a JSON request in the binary form, and the length of the JSON that is left."""
+    header, raw = parse_body(body, None)
+    header["inputs"], parts = encode(decode(header.get("inputs"), raw), binary=True)
+    text = json.dumps(header).encode()
+    return b"".join([text, *parts]), len(text)
+
+
+def to_json(body: bytes, length: int) -> bytes:
+    """Return the JSON of a response in the binary form, which has JSON of `length` bytes."""
+    header, raw = parse_body(body, length)
+    header["outputs"], _ = encode(decode(header["outputs"], raw), binary=False)
+    return dump(header)
 
 
 def _described(entry: dict[str, Any]) -> tuple[str, torch.dtype, list[int]]:

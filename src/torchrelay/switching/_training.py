@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 
 from torchrelay._helper import Channel
 from torchrelay.errors import ArgumentError, ModelError
-from torchrelay.switching._messages import Saved, Stop, Train
+from torchrelay.switching._messages import Saved, Train
 from torchrelay.switching._random import random_state, restore_random, seed_random
 
 __all__ = ["TrainingTask", "read_state", "run"]
@@ -35,8 +36,10 @@ class TrainingTask(Protocol):
         """Restore a state that :meth:`state_dict` returned, perhaps in another process."""
 
 
-def run(train: Train, descriptors: list[int], channel: Channel) -> None:
-    """Run a task in a worker until it is done or the daemon pauses it."""
+def run(
+    train: Train, descriptors: list[int], channel: Channel, was_stopped: Callable[[], bool]
+) -> None:
+    """Run a task in a worker until it is done or, between two steps, `was_stopped`."""
     # A process that builds a task must not differ from one that never stopped.
     task = train.factory.build()
     for method in ("step", "state_dict", "load_state_dict"):
@@ -66,7 +69,7 @@ def run(train: Train, descriptors: list[int], channel: Channel) -> None:
             _send_state(channel, Saved(train.request_id, index, ended=""), task)
             written = index
         # Checked after a step, so a task makes at least one, however often it is preempted.
-        if _is_stopped(channel, train.request_id):
+        if was_stopped():
             break
     ended = "done" if index >= train.steps else "paused"
     _send_state(channel, Saved(train.request_id, index, ended), task)
@@ -78,14 +81,6 @@ def read_state(descriptor: int) -> dict[str, Any]:
         file.seek(0)
         state: dict[str, Any] = torch.load(file, weights_only=True)
         return state
-
-
-def _is_stopped(channel: Channel, request_id: int) -> bool:
-    while (received := channel.receive(0)) is not None:
-        message, _ = received
-        if isinstance(message, Stop) and message.request_id == request_id:
-            return True
-    return False
 
 
 def _send_state(channel: Channel, saved: Saved, task: TrainingTask) -> None:

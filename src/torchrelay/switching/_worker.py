@@ -21,22 +21,21 @@ import torch
 
 from torchrelay import _torch
 from torchrelay._helper import Channel
-from torchrelay.errors import ArgumentError, CapacityError, ModelError, PeerLostError, to_json
+from torchrelay.errors import ArgumentError, ModelError, PeerLostError, to_json
 from torchrelay.switching import _messages, _training
-from torchrelay.switching._binding import Arrivals, Binding
+from torchrelay.switching._binding import Arrivals, Binding, prepare
 from torchrelay.switching._cache import SharedCache
-from torchrelay.switching._contract import align
 from torchrelay.switching._planner import Grouped
-from torchrelay.switching._profile import Profile, prepare, profile_module
-from torchrelay.switching._request_buffer import RequestBuffer, Written
+from torchrelay.switching._profile import Profile, profile_module
+from torchrelay.switching._request_buffer import RequestBuffer
 
 __all__ = ["main"]
 
 _PR_SET_PDEATHSIG = 1
 
 
-class _CancelledError(BaseException):
-    """Raised in a request that was cancelled. A model's `except Exception` does not catch it."""
+class _StoppedError(BaseException):
+    """Raised in a request that was stopped. A model's `except Exception` does not catch it."""
 
 
 class _Loaded:
@@ -103,20 +102,31 @@ class ModelRunner:
                 return
             if isinstance(message, _messages.Load):
                 self._load(message)
-            elif isinstance(message, _messages.Unload):
-                self._models.pop(message.model, None)
             elif isinstance(message, _messages.Run):
                 with self._reporting(message.request_id):
                     self._run(message, descriptors)
             elif isinstance(message, _messages.Train):
                 with self._reporting(message.request_id):
-                    _training.run(message, descriptors, self._channel)
+                    _training.run(message, descriptors, self._channel, self._was_stopped)
             # What belongs to a request that has ended meanwhile is of no use any more.
 
-    def _receive(self) -> tuple[Any, list[int]]:
-        received = self._channel.receive()
-        assert received is not None
-        return received
+    def _receive(self, timeout_s: float | None = None) -> tuple[Any, list[int]]:
+        """Return the next message; None after `timeout_s`. Forget models whenever asked to."""
+        while True:
+            message, descriptors = self._channel.receive(timeout_s) or (None, [])
+            if not isinstance(message, _messages.Unload):
+                return message, descriptors
+            self._models.pop(message.model, None)
+
+    def _was_stopped(self) -> bool:
+        """Return whether a message has come that stops the running request or task."""
+        while (message := self._receive(0)[0]) is not None:
+            if self._stops(message):
+                return True
+        return False
+
+    def _stops(self, message: object) -> bool:
+        return isinstance(message, _messages.Stop) and message.request_id == self._request_id
 
     def _load(self, load: _messages.Load) -> None:
         name, error = load.model, None
@@ -142,25 +152,28 @@ class ModelRunner:
         start = time.perf_counter()
         loaded = self._bound(run)
         bound_s = time.perf_counter() - start
-        results = self._forward(loaded, lambda: _to(buffer.read(run.inputs), self._device))
+
+        def inputs() -> dict[str, torch.Tensor]:
+            return _to(buffer.read(run.inputs), self._device)
+
+        results = self._forward(loaded, inputs)
         if run.is_profile:
-            profile, written = self._profiled(loaded, buffer, run), []
+            results = None  # they may view weights, which move now
+            profile, written = () if run.whole else self._profiled(loaded, inputs()), []
         else:
             outputs = {name: value.cpu() for name, value in _named(results).items()}
-            profile, written = None, _store(buffer, outputs, run.outputs_at)
+            profile, written = None, buffer.write(outputs, run.outputs_at)
         compute_s = time.perf_counter() - start - bound_s
         self._channel.send(_messages.Result(run.request_id, written, bound_s, compute_s, profile))
 
-    def _profiled(self, loaded: _Loaded, buffer: RequestBuffer, run: _messages.Run) -> Profile:
+    def _profiled(self, loaded: _Loaded, inputs: dict[str, torch.Tensor]) -> Profile:
         """Run a model that is in place again and again."""
         if loaded.is_plain:
             return ()  # one group
-        module, inputs = loaded.binding.module, _to(buffer.read(run.inputs), self._device)
+        module = loaded.binding.module
         synchronize = torch.cuda.synchronize if self._device.type == "cuda" else lambda: None
         with torch.inference_mode():
-            return profile_module(
-                module, loaded.grouped.layout, lambda: module(**inputs), synchronize
-            )
+            return profile_module(loaded.binding, lambda: module(**inputs), synchronize)
 
     def _bound(self, run: _messages.Run) -> _Loaded:
         """Return the request's model, bound to what has arrived of it."""
@@ -169,7 +182,7 @@ class ModelRunner:
             raise ModelError(f"this worker could not build it: {self._failed[run.model]}")
         arena = self._arena.data_ptr()
         loaded.bind([arena + offset for offset in run.offsets], run.missing)
-        if run.whole:
+        if run.whole or run.is_profile:
             self._await_all(loaded)
         return loaded
 
@@ -207,9 +220,7 @@ class ModelRunner:
             yield
         except PeerLostError:
             raise
-        except _CancelledError:
-            self._channel.send(_messages.Cancelled(request_id))
-        except (Exception, SystemExit) as error:
+        except (Exception, SystemExit, _StoppedError) as error:
             self._channel.send(_messages.Failed(request_id, _described(error)))
             self._check_device()
 
@@ -225,8 +236,8 @@ class ModelRunner:
         """Wait for the group, and bind what arrives meanwhile."""
         while group in loaded.missing:
             message, _ = self._receive()
-            if isinstance(message, _messages.Stop) and message.request_id == self._request_id:
-                raise _CancelledError
+            if self._stops(message):
+                raise _StoppedError
             if isinstance(message, _messages.Arrived) and message.request_id == self._request_id:
                 loaded.arrive(message.group)
 
@@ -240,16 +251,6 @@ def _described(error: BaseException) -> dict[str, Any]:
     if isinstance(error, TypeError) and "argument" in str(error):
         error = ArgumentError(str(error))
     return to_json(error)
-
-
-def _store(buffer: RequestBuffer, outputs: Mapping[str, torch.Tensor], start: int) -> list[Written]:
-    needed = sum(align(tensor.nbytes) for tensor in outputs.values())
-    if start + needed > buffer.size_bytes:
-        raise CapacityError(
-            f"the outputs take {needed} bytes, {buffer.size_bytes - start} of the request "
-            "buffer are left; start the server with larger request_bytes"
-        )
-    return buffer.write(outputs, start)
 
 
 def _named(results: Any) -> dict[str, torch.Tensor]:

@@ -156,7 +156,7 @@ def request(**more: object) -> bytes:
             json.dumps({"inputs": [X], "parameters": {"priority": "high"}}).encode(),
             {},
             400,
-            "must be a int",
+            "must be an integer",
         ),
         (b"{}", {"Inference-Header-Content-Length": "99"}, 400, "the body has 2 bytes"),
         (b"{}", {"Inference-Header-Content-Length": "-1"}, 400, "the body has 2 bytes"),
@@ -174,7 +174,7 @@ def request(**more: object) -> bytes:
         (request(parameters={"timeout": 10**400}), {}, 400, "must be microseconds"),
         (request(parameters={"sequence_id": 1}), {}, 400, "'sequence_id' is not supported"),
         (request(parameters=[1]), {}, 400, "must be an object"),
-        (request(outputs=[{"name": ["output"]}]), {}, 400, "it must be a string"),
+        (request(outputs=[{"name": ["output"]}]), {}, 400, "no output ['output']"),
         (
             request(outputs=[{"name": "output", "parameters": {"classification": 3}}]),
             {},
@@ -295,11 +295,12 @@ def test_bench_prints_a_row_for_each_model(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(sys, "path", [*sys.path])
     shutil.copy(MODELS, tmp_path / "models.py")
     text = FILE.replace("[models.slow]", "[models.slow]\nload = false")
-    text = text.replace("arena_bytes = 4_000_000", "arena_bytes = 100_000\nworkers = 1")  # not both
+    server = "arena_bytes = 100_000\nworkers = 1\nlink_gbps = 0.5"  # not both models at once
+    text = text.replace("arena_bytes = 4_000_000", server)
     (tmp_path / "models.toml").write_text(text)
     (tmp_path / "colorsys.py").write_text("raise ImportError('the file beside the models')")
     arguments = ["serve", str(tmp_path / "models.toml"), "--bench", "--rounds", "2"]
-    done = CliRunner().invoke(app, [*arguments, "--link-gbps", "0.5"], catch_exceptions=False)
+    done = CliRunner().invoke(app, arguments, catch_exceptions=False)
     assert done.exit_code == 0 and links == [0.5]
     rows = [line.split("│")[1:-1] for line in done.output.splitlines() if "│" in line]
     assert [row[0].strip() for row in rows] == ["chain", "mixed"]

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from torchrelay.errors import ConfigError
+from torchrelay.switching import InputSpec
 from torchrelay.switching._models_file import ModelsFile
 from torchrelay.switching._profile import Layer, load_profile, save_profile
 
@@ -30,26 +31,27 @@ def test_a_file_is_read_with_paths_relative_to_it(tmp_path: Path) -> None:
         "factory": f"{tmp_path.resolve()}/folder/file.py:make",
         "weights": tmp_path / "w.safetensors",
         "max_batch_size": 8,
-        "inputs": {"x": (torch.float32, (-1, 64))},
+        "inputs": {"x": InputSpec("x", torch.float32, (-1, 64))},
     }
     assert file.server.link_gbps == 6.0 and file.server.host == "127.0.0.1"
 
 
 def test_an_input_may_have_an_example(tmp_path: Path) -> None:
     file = read(tmp_path, MODEL.replace("[-1, 64]", "[-1, 64], example = [16, 64]"))
-    assert file.models["m"].arguments["inputs"] == {"x": (torch.float32, (-1, 64), (16, 64))}
+    (spec,) = file.models["m"].arguments["inputs"].values()
+    assert spec == InputSpec("x", torch.float32, (-1, 64), (16, 64))
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("", "has no models"),
-        ("[models", "not valid TOML"),
+        ("[models", "cannot be read: "),
         (f"{MODEL}[other]\n", "the unknown key other"),
-        ("models = 1\n", "models must be a table"),
+        ("models = 1\n", "models = 1: must be a table"),
         ("[models]\nm = 1\n", r"\[models.m\] must be a table"),
         ('[models.m]\nfactory = "a:b"\n', "needs factory, a string, and inputs"),
-        (f"{MODEL}seed = 1.5\n", "seed = 1.5: must be a int"),
+        (f"{MODEL}seed = 1.5\n", "seed = 1.5: must be an integer"),
         (f"{MODEL}code = 1\n", "the unknown key code"),
         (MODEL.replace("FP32", "FP31"), "datatype 'FP31' is not served"),
         (MODEL.replace("name =", "nam ="), "inputs has the unknown key nam"),
@@ -57,7 +59,7 @@ def test_an_input_may_have_an_example(tmp_path: Path) -> None:
         (MODEL.replace("[-1, 64]", "[-2, 64]"), "each size must be an integer of at least 0, or"),
         (MODEL.replace("[-1, 64]", "[-1, 6.4]"), "each size must be an integer"),
         (MODEL.replace("64] }", "64], example = [1] }"), r"\(1,\) does not fit the shape \(-1, 64"),
-        (MODEL.replace("64] }", "64], example = 1 }"), "not iterable; write"),
+        (MODEL.replace("64] }", "64], example = 1 }"), "example = 1: must be a list"),
         (f"[server]\nport = -1\n{MODEL}", "must be at least 0"),
         (f'[server]\nport = "80"\n{MODEL}', "must be of type int"),
         (f"[server]\nprot = 80\n{MODEL}", "the unknown key prot"),

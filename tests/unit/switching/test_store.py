@@ -16,6 +16,7 @@ import switching_models as models
 from torchrelay import checkpoint
 from torchrelay.errors import (
     ArgumentError,
+    ConfigError,
     CorruptionError,
     MismatchError,
     ModelError,
@@ -23,7 +24,7 @@ from torchrelay.errors import (
     StorageError,
     UnsupportedError,
 )
-from torchrelay.switching import ModelStore
+from torchrelay.switching import InputSpec, ModelStore, Switcher
 from torchrelay.switching._binding import Binding
 from torchrelay.switching._host import HostMemory
 from torchrelay.switching._layout import layout_of
@@ -191,6 +192,18 @@ def test_wrong_models_are_refused_in_a_sentence() -> None:
             store.remove("m")
 
 
+def test_options_of_the_wrong_type_are_named() -> None:
+    wrong: Any
+    for wrong in (
+        {"arena_bytes": "64MB"},
+        {"workers": 1.5},
+        {"repository_control": 1},
+        {"device": 0},
+    ):
+        with ModelStore() as store, pytest.raises(ConfigError, match=r"must be (of type|one of)"):
+            Switcher(store, **wrong)
+
+
 def test_a_tensor_that_is_not_plain_is_refused() -> None:
     module = torch.nn.Module()
     module.register_buffer("sparse", torch.eye(3).to_sparse())
@@ -217,6 +230,22 @@ def test_inputs_are_checked_against_their_specification() -> None:
         for wrong in (torch.zeros(7, 63), torch.zeros(64), torch.zeros(7, 64, dtype=torch.float64)):
             with pytest.raises(ArgumentError, match="the model takes"):
                 spec.check(wrong)
+
+
+def test_inputs_of_another_form_are_refused_with_what_to_pass() -> None:
+    with ModelStore() as store:
+        unnamed: Any
+        for unnamed in (torch.zeros(1, 64), [("x", torch.zeros(1, 64))], {}):
+            with pytest.raises(ArgumentError, match="needs its inputs, as a dict"):
+                store.add("c", models.chain, inputs=unnamed)
+        form: Any
+        for form in (np.zeros((3, 64)), torch.float32, (torch.float32,), ((1, 64), torch.float32)):
+            with pytest.raises(
+                ArgumentError, match=r"input 'x' of .*pass a tensor, \(dtype, shape"
+            ):
+                store.add("c", models.chain, inputs={"x": form})
+        for form in ([torch.float32, [-1, 64]], InputSpec("x", torch.float32, (-1, 64))):
+            assert store.add("c", models.chain, inputs={"x": form}).inputs[0].shape == (-1, 64)
 
 
 def test_an_example_fits_its_shape_and_is_part_of_the_fingerprint() -> None:
