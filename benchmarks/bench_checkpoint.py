@@ -47,12 +47,12 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.multiprocessing.spawn import start_processes
 
+from torchrelay.checkpoint._inventory import deal
 from torchrelay.checkpoint._manifest import chunk_text, from_bytes
-from torchrelay.checkpoint._plan import Held, deal
 from torchrelay.checkpoint._read import MAX_BUFFER_BYTES, segments_of
 from torchrelay.checkpoint._saving import Description, StateLayout, assemble
-from torchrelay.checkpoint._types import Box, DataFile, TensorDescription
-from torchrelay.checkpoint._write import ChunkRecord, Part
+from torchrelay.checkpoint._types import DTYPES, Box, DataFile, TensorDescription
+from torchrelay.checkpoint._write import ChunkRecord, Part, PlannedChunk
 
 IMAGE = Path(__file__).parent.parent / "docs" / "images" / "checkpoint.png"
 OVERWRITE = "torchrelay, overwrite=True"
@@ -125,7 +125,8 @@ def plan_ours(ranks: int, tensors: int) -> Plan:
         return Part({file: DataFile(512 + tensors * size_bytes, 512, 0)}, chunks)
 
     others = [part(file, box) for file, box in zip(files[1:], boxes[1:], strict=True)]
-    held = [Held((name,), size_bytes, (0,), name) for name in names]
+    dtype = DTYPES["float32"]
+    held = [(PlannedChunk((name,), dtype, shape, boxes[0], size_bytes), (0,)) for name in names]
     layout = StateLayout(dict.fromkeys(names, TensorDescription("float32", shape)), {})
     everyone = [Description(layout, {})]
 

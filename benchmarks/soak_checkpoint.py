@@ -25,7 +25,7 @@ import torch
 from report import write
 
 from torchrelay.checkpoint import async_save, latest, load, save, verify
-from torchrelay.checkpoint._async import _writer
+from torchrelay.checkpoint._save import _writer
 
 MODES = (
     "new names",

@@ -1,5 +1,5 @@
-"""The checkpoints in a folder: which are committed, which is the newest, which to remove. Imports
-no torch.
+"""The checkpoint at a path, and those in a folder: which are committed, which is the newest, which
+to remove. Imports no torch.
 """
 
 from __future__ import annotations
@@ -7,80 +7,60 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Collection
 from contextlib import suppress
-from dataclasses import dataclass
 
 from torchrelay.checkpoint import _local, _manifest, _remote
 from torchrelay.checkpoint._manifest import Head
 from torchrelay.checkpoint._storage import (
+    Folder,
     Path,
+    Transaction,
     local_path,
-    open_folder,
     split,
     text_of,
 )
 from torchrelay.checkpoint._types import MANIFEST
 from torchrelay.errors import ArgumentError, CorruptionError, StorageError, UnsupportedError
 
-__all__ = ["Keep", "check_keep", "latest", "newest_inside", "retain"]
+__all__ = [
+    "check_keep",
+    "latest",
+    "newest_inside",
+    "open_folder",
+    "open_transaction",
+    "retain",
+]
 
 _NUMBERED = re.compile(r"(.*?)([0-9]+)([^0-9]*)", re.DOTALL)
 
 
-@dataclass(frozen=True)
-class Keep:
-    """A rule for which checkpoints of a series to keep; ``keep=3`` is short for ``Keep(3)``.
-
-    A series is the set of checkpoints in one folder whose names differ in their last number
-    only, such as ``step-100`` and ``step-200``. A save with ``keep=`` removes those of its own
-    series that the rule does not keep. It leaves everything else alone: other series, names
-    without a number, symbolic links and the checkpoints that links beside them point to,
-    checkpoints that were copied or renamed, and files that were added to one.
-
-    Args:
-        last: how many of the newest to keep, by the time of their commit.
-        every: whether to keep those whose number is a multiple of it, too.
-        names: names to keep, too.
-
-    Raises:
-        ArgumentError: a number is less than 1, or ``names`` is not a collection of names.
-    """
-
-    last: int = 1
-    every: int | None = None
-    names: Collection[str] = ()
-
-    def __post_init__(self) -> None:
-        for name, value in (("last", self.last), ("every", self.every)):
-            if value is not None and value < 1:
-                raise ArgumentError(f"keep: {name} must be at least 1, not {value}")
-        if isinstance(self.names, str):
-            raise ArgumentError(f"keep: names is a collection of names, not {self.names!r}")
-
-    def names_one(self, name: str) -> bool:
-        """Return whether a checkpoint with a numbered name is kept even if it is old."""
-        number = _NUMBERED.fullmatch(name)
-        assert number is not None
-        return name in self.names or (self.every is not None and int(number[2]) % self.every == 0)
+def open_folder(path: Path) -> Folder:
+    """Return the checkpoint folder at ``path``, which need not exist."""
+    local = local_path(path)
+    return _remote.RemoteFolder(text_of(path)) if local is None else _local.LocalFolder(local)
 
 
-def check_keep(keep: int | Keep | None, path: Path) -> Keep | None:
-    """Return the rule that ``keep=`` means for a save to ``path``.
+def open_transaction(path: Path, *, fsync: bool = True) -> Transaction:
+    """Return a save to ``path`` that has not started."""
+    split(path)
+    local = local_path(path)
+    if local is None:
+        return _remote.RemoteTransaction(text_of(path))
+    return _local.LocalTransaction(local, fsync=fsync)
+
+
+def check_keep(keep: int | None, path: Path) -> None:
+    """Check that ``keep=`` is possible for a save to ``path``.
 
     Raises:
-        ArgumentError: it is out of range, or ``path`` belongs to no series.
+        ArgumentError: ``path`` belongs to no series.
     """
-    if keep is None:
-        return None
-    rule = keep if isinstance(keep, Keep) else Keep(keep)
     _, name = split(path)
-    if not _NUMBERED.fullmatch(name):
+    if keep is not None and _series(name) is None:
         raise ArgumentError(
             f"keep= removes older checkpoints of a series, such as step-100 and step-200, and the "
             f"name {name!r} has no number; save under a numbered name, or without keep="
         )
-    return rule
 
 
 def latest(parent: Path) -> str:
@@ -90,12 +70,16 @@ def latest(parent: Path) -> str:
     Raises:
         StorageError: there is none.
     """
-    for path in _newest_first(_heads(parent)):
-        if _is_whole(path):
-            return path
-    raise StorageError(
-        errno.ENOENT, f"{text_of(parent)}: there is no committed checkpoint in this folder"
-    )
+    newest = _newest(parent)
+    if newest is None:
+        raise StorageError(
+            errno.ENOENT, f"{text_of(parent)}: there is no committed checkpoint in this folder"
+        )
+    return newest
+
+
+def _newest(parent: Path) -> str | None:
+    return next(filter(_is_whole, _newest_first(_heads(parent))), None)
 
 
 def newest_inside(path: Path) -> str | None:
@@ -111,10 +95,8 @@ def newest_inside(path: Path) -> str | None:
                 name in (MANIFEST, ".metadata") or name.endswith(".safetensors")
                 for name in os.listdir(local)
             )
-    for found in _newest_first(_heads(path)) if is_folder else ():
-        if _is_whole(found):
-            return split(found)[1]
-    return None
+    newest = _newest(path) if is_folder else None
+    return newest and split(newest)[1]
 
 
 def _heads(parent: Path) -> dict[str, Head]:
@@ -136,8 +118,8 @@ def _is_whole(path: str) -> bool:
     return True
 
 
-def retain(path: Path, keep: Keep) -> None:
-    """Remove the checkpoints of the series of ``path`` that ``keep`` does not keep; never ``path``
+def retain(path: Path, keep: int) -> None:
+    """Remove the checkpoints of the series of ``path``, but for the newest ``keep`` and ``path``
     itself.
     """
     parent, name = split(path)
@@ -151,13 +133,11 @@ def retain(path: Path, keep: Keep) -> None:
     }
     newest = 0
     for old in _newest_first(heads):
-        old_name = heads[old].name
-        if newest < keep.last:
+        if newest < keep:
             newest += _is_whole(old)
-        elif old_name != name and old not in spared and not keep.names_one(old_name):
-            with suppress(
-                CorruptionError, UnsupportedError
-            ):  # no manifest of ours claims its files
+        elif heads[old].name != name and old not in spared:
+            # of a damaged one, no manifest of ours claims the files
+            with suppress(CorruptionError, UnsupportedError):
                 (_local if is_local else _remote).remove(old)
     if not is_local:
         _remote.sweep(parent)

@@ -36,7 +36,7 @@ from torch.futures import Future
 
 from torchrelay import _torch
 from torchrelay._progress import Progress, tracking
-from torchrelay.checkpoint._catalog import Keep, check_keep
+from torchrelay.checkpoint._catalog import check_keep
 from torchrelay.checkpoint._group import check_same
 from torchrelay.checkpoint._read import (
     MAX_BUFFER_BYTES,
@@ -95,7 +95,7 @@ class Writer(_AtPath, StorageWriter):
         threads: how many write at once; by default the usable cores, at most 4.
         fsync: whether the checkpoint must be on the disk when the save returns.
         checksum: whether to store CRC32C checksums.
-        keep: which older checkpoints of its series to keep, as for :func:`save`.
+        keep: how many checkpoints of its series to keep, as for :func:`save`.
         max_staging_bytes: host memory for copies of tensors that are not contiguous in host memory.
         progress: True for a progress bar on the coordinator, or a function (bytes done, bytes in
             all).
@@ -111,7 +111,7 @@ class Writer(_AtPath, StorageWriter):
         threads: int | None = None,
         fsync: bool = True,
         checksum: bool = True,
-        keep: int | Keep | None = None,
+        keep: int | None = None,
         max_staging_bytes: int = MAX_STAGING_BYTES,
         progress: Progress = False,
     ) -> None:
@@ -122,7 +122,6 @@ class Writer(_AtPath, StorageWriter):
             check_keep(keep, path)
         self._progress = progress
         self._saving: Saving | None = None
-        self._save_id = ""
         self._is_coordinator = False
         self._rank = 0
 
@@ -166,7 +165,7 @@ class Writer(_AtPath, StorageWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Create the folder to write to."""
         assert self._saving is not None
-        self._save_id = self._saving.transaction.begin()
+        self._saving.transaction.begin()
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -182,12 +181,11 @@ class Writer(_AtPath, StorageWriter):
         objects = {index.fqn: self._value(index, planner) for index in values}
         found = _chunks(tensors, planner)
         chunks = [chunk for chunk, _ in found]
-        seen_id = self._saving.transaction.seen_id()
         size_bytes = sum(chunk.size_bytes for chunk in chunks)
         data = [data_of(tensor) for _, tensor in found]
         with tracking(self._progress, size_bytes, "saving", shown=self._is_coordinator) as advance:
             part = self._saving.write(self._rank, chunks, data, advance)
-        part.objects, part.seen_id = objects, seen_id
+        part.objects = objects
         future: Future[list[WriteResult]] = Future()
         future.set_result([WriteResult(MetadataIndex(""), size_bytes, part)])
         return future
@@ -216,8 +214,6 @@ class Writer(_AtPath, StorageWriter):
             if isinstance(found, TensorStorageMetadata)
         }
         try:
-            for part in parts:
-                saving.check_shared(part.seen_id, self._save_id)
             layout = StateLayout(tensors, dict(metadata.planner_data or {}))
             saving.commit([Description(layout, {})], parts)
         finally:

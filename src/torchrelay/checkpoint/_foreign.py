@@ -7,16 +7,15 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from torchrelay.checkpoint import _catalog
 from torchrelay.checkpoint._boxes import tiling_fault
 from torchrelay.checkpoint._data_file import StoredTensor, header_size, parse_header
 from torchrelay.checkpoint._local import LocalFolder
 from torchrelay.checkpoint._manifest import from_folder
-from torchrelay.checkpoint._storage import Folder, Path, local_path, open_folder
+from torchrelay.checkpoint._storage import Folder, Path, local_path
 from torchrelay.checkpoint._types import (
     DTYPES,
     MANIFEST,
@@ -50,7 +49,7 @@ def find_checkpoint(path: Path) -> tuple[Folder, Callable[[], Manifest]]:
     """
     local = local_path(path)
     if local is None:
-        remote = open_folder(path)
+        remote = _catalog.open_folder(path)
         return remote, lambda: from_folder(remote)
     if os.path.isfile(local):
         single = LocalFolder(os.path.dirname(local) or ".", follow_links=True)
@@ -96,7 +95,7 @@ def _find_foreign(local: str, names: list[str]) -> tuple[Folder, Callable[[], Ma
 
 def _manifest_of(folder: Folder, names: list[str]) -> Manifest:
     files: dict[str, DataFile] = {}
-    found: dict[str, list[_Piece]] = defaultdict(list)
+    found: dict[str, list[tuple[str, Chunk]]] = {}  # dtypes and chunks of each tensor
     for name in names:
         where = f"{folder.location}/{name}"
         size = folder.size_bytes(name)
@@ -108,18 +107,15 @@ def _manifest_of(folder: Folder, names: list[str]) -> Manifest:
         tensors, metadata = parse_header(bytes(header), size, where)
         offsets = _saved_offsets(metadata, tensors, where)
         for key, stored in tensors.items():
-            found[key].append(_Piece(name, stored, offsets.get(key)))
-    return Manifest(
-        "", 0, 1, files, {key: _join(key, pieces, folder) for key, pieces in found.items()}
-    )
-
-
-class _Piece(NamedTuple):
-    """A tensor of a file; with ``offsets``, a block of a tensor that several files share."""
-
-    file: str
-    stored: StoredTensor
-    offsets: tuple[int, ...] | None
+            if key in found and key not in offsets:
+                other = found[key][0][1].file
+                raise CorruptionError(
+                    f"{folder.location}: tensor {key!r} is in {other} and in {name}"
+                )
+            box = Box(offsets.get(key, (0,) * len(stored.shape)), stored.shape)
+            chunk = Chunk(box, name, stored.start, stored.size_bytes)
+            found.setdefault(key, []).append((stored.code, chunk))
+    return Manifest("", 1, files, {key: _join(key, parts, folder) for key, parts in found.items()})
 
 
 def _saved_offsets(
@@ -148,31 +144,15 @@ def _saved_offsets(
     return offsets
 
 
-def _join(key: str, pieces: Sequence[_Piece], folder: Folder) -> TensorEntry:
-    first = pieces[0]
-    for other in pieces[1:]:
-        if first.offsets is None or other.offsets is None:
-            raise CorruptionError(
-                f"{folder.location}: tensor {key!r} is in {first.file} and in {other.file}"
-            )
-        if (other.stored.code, len(other.offsets)) != (first.stored.code, len(first.offsets)):
-            raise CorruptionError(
-                f"{folder.location}: tensor {key!r} has another dtype or number of dimensions in "
-                f"{other.file} than in {first.file}"
-            )
-    boxes = [
-        Box(piece.offsets or (0,) * len(piece.stored.shape), piece.stored.shape) for piece in pieces
-    ]
-    shape = tuple(
-        max(box.offsets[dim] + box.sizes[dim] for box in boxes)
-        for dim in range(len(boxes[0].sizes))
-    )
-    if fault := tiling_fault(shape, boxes):
+def _join(key: str, parts: Sequence[tuple[str, Chunk]], folder: Folder) -> TensorEntry:
+    """Return the tensor of which files have ``parts``, their dtypes and chunks."""
+    codes, chunks = {code for code, _ in parts}, tuple(chunk for _, chunk in parts)
+    ends = [[begin + size for begin, size in zip(*chunk.box, strict=True)] for chunk in chunks]
+    shape = tuple(map(max, zip(*ends, strict=False)))
+    fault = tiling_fault(shape, [chunk.box for chunk in chunks])
+    if fault or len(codes) > 1:
         raise CorruptionError(
-            f"{folder.location}: tensor {key!r}: {fault}; the files of all ranks must be there"
+            f"{folder.location}: tensor {key!r}: {fault or 'its parts have different dtypes'}; the "
+            "files of all ranks must be there, of one checkpoint"
         )
-    chunks = tuple(
-        Chunk(box, piece.file, key, piece.stored.start, piece.stored.size_bytes)
-        for box, piece in zip(boxes, pieces, strict=True)
-    )
-    return TensorEntry(_BY_CODE[first.stored.code], shape, chunks)
+    return TensorEntry(_BY_CODE[codes.pop()], shape, chunks)

@@ -73,9 +73,6 @@ class _Slice(io.RawIOBase):
         self._position = max(0, base + offset)
         return self._position
 
-    def tell(self) -> int:
-        return self._position
-
     def readinto(self, into: Any) -> int:
         view = memoryview(into)[: max(0, self._size - self._position)]
         self._folder.read(self._name, self._start + self._position, view)
@@ -122,7 +119,7 @@ def _manifest(folder: LocalFolder, metadata: Any) -> Manifest:
                 files[info.relative_path] = DataFile(folder.size_bytes(info.relative_path), 0, 0)
         tensors[key] = TensorEntry(dtype, tuple(found.size), tuple(chunks))
     paths = {key: tuple(path) for key, path in (metadata.planner_data or {}).items()}
-    return Manifest("", 0, 1, files, tensors, objects, paths)
+    return Manifest("", 1, files, tensors, objects, paths)
 
 
 def _chunk(folder: LocalFolder, key: str, dtype: Dtype, box: Box, info: Any) -> Chunk:
@@ -151,7 +148,7 @@ def _chunk(folder: LocalFolder, key: str, dtype: Dtype, box: Box, info: Any) -> 
     start = info.offset + storage + stored.storage_offset() * dtype.itemsize
     strides = None if stored.is_contiguous() else stored.stride()
     size_bytes = box.numel * dtype.itemsize
-    return Chunk(box, info.relative_path, key, start, size_bytes, strides=strides)
+    return Chunk(box, info.relative_path, start, size_bytes, strides=strides)
 
 
 def _value(folder: LocalFolder, key: str, info: Any) -> Any:

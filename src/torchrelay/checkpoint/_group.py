@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
-from torchrelay.checkpoint._failures import described
+from torchrelay.checkpoint._saving import described
 from torchrelay.errors import (
     ArgumentError,
     MismatchError,
@@ -24,7 +24,7 @@ from torchrelay.errors import (
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["Group", "check_same", "group_of", "savers_of"]
+__all__ = ["Group", "check_same", "group_of"]
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -56,23 +56,16 @@ class Group:
     def global_rank(self) -> int:
         return self.ranks[self.rank]
 
-    def all_gather(self, value: T) -> list[T]:
-        """Return every rank's value, in the group's order. Blocks until all have called."""
-        if self.size == 1:
-            return [value]
-        found: list[Any] = [None] * self.size
-        with self._lost_peers("gathering"):
-            dist.all_gather_object(found, value, group=self._group)
-        return found
-
     def together(self, local: Callable[[], T]) -> list[T]:
-        """Call ``local`` on every rank; return all results on every rank.
+        """Call ``local`` on every rank; return all results on every rank, in the group's order.
 
         Raises:
             TorchRelayError: ``local`` raised on some rank; the first such error, on every rank.
         """
-        outcomes = self.all_gather(self._outcome(local))
+        outcomes: list[Any] = [self._outcome(local)] * self.size
         if self.size > 1:
+            with self._lost_peers("gathering"):
+                dist.all_gather_object(outcomes, outcomes[self.rank], group=self._group)
             self._error = None  # it has the same message everywhere, which names its rank
         return [self._result(outcome) for outcome in outcomes]
 
@@ -146,16 +139,24 @@ class Group:
             ) from error
 
 
-def group_of(group: ProcessGroup | None, no_dist: bool = False) -> Group:
+def group_of(group: ProcessGroup | None, no_dist: bool = False, *, for_save: bool = False) -> Group:
     """Return the participants: ``group``, else the default group, else this process.
 
     Raises:
         ArgumentError: both ``group`` and ``no_dist`` are given, or this process is not in
-            ``group``.
+            ``group``; or, ``for_save``, a launcher has started several processes, which have no
+            process group, so that each would replace what the others save.
     """
     if no_dist and group is not None:
         raise ArgumentError("no_dist=True is for this process alone: give it or group=, not both")
     if not dist.is_available() or not dist.is_initialized():
+        size = os.environ.get("WORLD_SIZE", "1")
+        if for_save and not no_dist and "RANK" in os.environ and size not in ("", "0", "1"):
+            raise ArgumentError(
+                f"WORLD_SIZE is {size}, but there is no process group, and each process would save "
+                "alone: call torch.distributed.init_process_group() first, or pass no_dist=True "
+                "where one process saves, or each to a path of its own"
+            )
         return Group(None, (0,), 0)
     if no_dist:
         return Group(None, (dist.get_rank(),), 0)
@@ -166,25 +167,6 @@ def group_of(group: ProcessGroup | None, no_dist: bool = False) -> Group:
         )
     ranks = tuple(dist.get_process_group_ranks(group if group is not None else dist.group.WORLD))
     return Group(group, ranks, ranks.index(dist.get_rank()))
-
-
-def savers_of(group: ProcessGroup | None, no_dist: bool = False) -> Group:
-    """Return the participants of a save, as :func:`group_of`.
-
-    Raises:
-        ArgumentError: as there; or a launcher has started several processes, which have no process
-            group, so that each would replace what the others save.
-    """
-    ranks = group_of(group, no_dist)
-    size = os.environ.get("WORLD_SIZE", "1")
-    has_group = dist.is_available() and dist.is_initialized()
-    if not (no_dist or has_group) and "RANK" in os.environ and size not in ("", "0", "1"):
-        raise ArgumentError(
-            f"WORLD_SIZE is {size}, but there is no process group, and each process would save "
-            "alone: call torch.distributed.init_process_group() first, or pass no_dist=True where "
-            "one process saves, or each to a path of its own"
-        )
-    return ranks
 
 
 def check_same(ranks: Sequence[int], opened: Sequence[tuple[str, str]]) -> None:

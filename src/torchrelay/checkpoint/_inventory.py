@@ -1,4 +1,9 @@
-"""What each rank contributes to a save, and whether the ranks agree on it."""
+"""What each rank contributes to a save, whether the ranks agree on it, and who writes what.
+
+A chunk that several ranks hold (its *holders*) is written by one of them. Every holder has the same
+list of chunks that the same holders share, so each deals the list out for itself and all come to
+the same result: nothing is gathered, and the work is linear in the rank's own chunks.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +16,16 @@ from typing import Any, NamedTuple
 import torch
 
 from torchrelay.checkpoint._group import Group
-from torchrelay.checkpoint._plan import Held, deal, no_collection
 from torchrelay.checkpoint._saving import Description, StateLayout
 from torchrelay.checkpoint._state import ORDINARY, Index, Leaf, Subclass, flatten
+from torchrelay.checkpoint._tasks import no_collection
 from torchrelay.checkpoint._tensors import TensorLayout, check_memory, memory_of, tensor_state
 from torchrelay.checkpoint._types import StatePath
 from torchrelay.checkpoint._values import encode
 from torchrelay.checkpoint._write import PlannedChunk
 from torchrelay.errors import ArgumentError, MismatchError
 
-__all__ = ["Inventory", "encoded", "gather_inventory", "plan_chunks"]
+__all__ = ["Inventory", "deal", "encoded", "gather_inventory", "plan_chunks"]
 
 
 class Inventory(NamedTuple):
@@ -169,7 +174,7 @@ def gather_inventory(
     (mine,) = found
     if len(set(fingerprints)) == 1:
         return mine, [mine.description]
-    everyone = ranks.all_gather(mine.description)
+    everyone = ranks.together(lambda: mine.description)
     seen: dict[str, tuple[int, Any]] = {}
     for rank, description in zip(ranks.ranks, everyone, strict=True):
         tensors = description.layout.tensors
@@ -210,17 +215,38 @@ def plan_chunks(
     sizes = (len(found.blocks) for found in mine.layouts.values())
     firsts = dict(zip(mine.layouts, accumulate(sizes, initial=0), strict=False))
     layouts = [description.layout for description in everyone]
-    held = []
+    held: list[tuple[PlannedChunk, tuple[int, ...]]] = []
     for keys in _tied_everywhere(layout, layouts):
         dtype, described, blocks = mine.layouts[keys[0]]
         for index, (box, positions, size_bytes) in enumerate(blocks, firsts[keys[0]]):
             if size_bytes:
                 chunk = PlannedChunk(keys, dtype, described.shape, box, size_bytes, index)
-                holders = _holders(keys[0], positions, layouts, ranks)
-                held.append(Held((keys[0], box.offsets), size_bytes, holders, chunk))
+                held.append((chunk, _holders(keys[0], positions, layouts, ranks)))
     chunks = deal(held, ranks.global_rank)
     _planned = (layout, ranks.ranks, ranks.rank, chunks) if len(everyone) == 1 else None
     return chunks
+
+
+def deal(chunks: Sequence[tuple[PlannedChunk, tuple[int, ...]]], rank: int) -> list[PlannedChunk]:
+    """Return those of ``chunks``, each with its holders in ascending order, that ``rank`` writes.
+
+    The chunks of each set of holders are dealt largest first, to the rank that has least.
+    """
+    by_holders: dict[tuple[int, ...], list[PlannedChunk]] = defaultdict(list)
+    for chunk, holders in chunks:
+        by_holders[holders].append(chunk)
+    mine: list[PlannedChunk] = []
+    for holders, shared in by_holders.items():
+        if len(holders) == 1:
+            mine += shared
+            continue
+        loads = dict.fromkeys(holders, 0)
+        for chunk in sorted(shared, key=lambda chunk: (-chunk.size_bytes, chunk.name)):
+            writer = min(holders, key=lambda holder: (loads[holder], holder))
+            loads[writer] += chunk.size_bytes
+            if writer == rank:
+                mine.append(chunk)
+    return mine
 
 
 def _tied_everywhere(mine: StateLayout, everyone: Sequence[StateLayout]) -> list[tuple[str, ...]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable, MutableMapping
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,12 +19,12 @@ from torchrelay.checkpoint._catalog import newest_inside
 from torchrelay.checkpoint._group import Group, check_same, group_of
 from torchrelay.checkpoint._inventory import encoded
 from torchrelay.checkpoint._optimizers import fitted, may_lack
-from torchrelay.checkpoint._plan import deal_blocks, no_collection
 from torchrelay.checkpoint._read import (
     MAX_BUFFER_BYTES,
     ChunkReader,
     ReadOptions,
     Segment,
+    deal_blocks,
     segments_of,
     warn_without_checksums,
     within,
@@ -41,6 +41,7 @@ from torchrelay.checkpoint._state import (
     put,
 )
 from torchrelay.checkpoint._storage import Path, text_of
+from torchrelay.checkpoint._tasks import no_collection
 from torchrelay.checkpoint._tensors import (
     check_target,
     is_waiting,
@@ -150,8 +151,9 @@ def load(
     """
     reading = ReadOptions(verify, threads, max_buffer_bytes)
     ranks = group_of(group, no_dist)
-    options = _Options(prefix, strict, initialize_missing, overwrite, reading, device, shard)
-    loading = _Loading(state, options, ranks)
+    loading = _Loading(
+        state, ranks, prefix, strict, initialize_missing, overwrite, reading, device, shard
+    )
     with _telemetry.event("checkpoint", "load", text_of(path)) as running, closing(loading):
         loading.open(path)
         if verify == "data" and not overwrite:
@@ -162,19 +164,6 @@ def load(
         ) as advance:
             ranks.together(lambda: loading.fill(advance))
     return loading.result()
-
-
-@dataclass(frozen=True)
-class _Options:
-    """Arguments of :func:`load` that determine what is loaded into what."""
-
-    prefix: str
-    strict: bool
-    initialize_missing: bool
-    overwrite: bool
-    reading: ReadOptions
-    device: torch.device | str | None
-    shard: DeferredShard | None
 
 
 class _Part:
@@ -247,14 +236,20 @@ class _Deferred(NamedTuple):
         return _inside(block, self.box, self.inner)
 
 
+@dataclass
 class _Loading:
-    """One load: which bytes go to which tensor."""
+    """One load: which bytes go to which tensor. The fields are the arguments of :func:`load`."""
 
-    def __init__(self, state: Any, options: _Options, ranks: Group) -> None:
-        self._root = state
-        self._options = options
-        self._ranks = ranks
-        self._files = ExitStack()
+    state: Any
+    ranks: Group
+    prefix: str
+    strict: bool
+    initialize_missing: bool
+    overwrite: bool
+    reading: ReadOptions
+    device: torch.device | str | None
+    shard: DeferredShard | None
+    _files: ExitStack = field(default_factory=ExitStack)
 
     def open(self, path: Path) -> None:
         """Open one checkpoint on all ranks, and compare it with the state; changes nothing.
@@ -265,10 +260,10 @@ class _Loading:
             MismatchError: the checkpoint does not fit, or the ranks opened different ones.
         """
         for attempt in range(1, _ATTEMPTS + 1):
-            chosen = self._ranks.coordinate(lambda: newest_inside(path))
+            chosen = self.ranks.coordinate(lambda: newest_inside(path))
             place = text_of(path) if chosen is None else f"{text_of(path).rstrip('/')}/{chosen}"
             try:
-                opened = self._ranks.together(partial(self._open, place))
+                opened = self.ranks.together(partial(self._open, place))
             except StorageError as error:
                 # If retention has removed the one that was chosen, the newest is another one now.
                 if chosen is None or error.errno != errno.ENOENT or attempt == _ATTEMPTS:
@@ -277,8 +272,8 @@ class _Loading:
             may_be_replaced = len({place for place, _ in opened}) == 1 and attempt < _ATTEMPTS
             if len({fingerprint for _, fingerprint in opened}) > 1 and may_be_replaced:
                 continue
-            check_same(self._ranks.ranks, opened)
-            if self._options.reading.verify == "data" and self._ranks.is_coordinator:
+            check_same(self.ranks.ranks, opened)
+            if self.reading.verify == "data" and self.ranks.is_coordinator:
                 warn_without_checksums(self._manifest, self._location)
             return
 
@@ -289,15 +284,15 @@ class _Loading:
             self._files.callback(reader.close)
             self._reader, self._manifest = reader, reader.manifest
             self._location = reader.folder.location
-            self._parts = _parts(self._root)
+            self._parts = _parts(self.state)
             self._objects: list[tuple[_Part, Leaf, Any]] = []
             self._segments: list[Segment] = []
             self._targets: list[torch.Tensor | _Deferred] = []
             self._match()
-            if self._options.reading.verify != "none":
+            if self.reading.verify != "none":
                 reader.check_files(segment.chunk.file for segment in self._segments)
 
-        ChunkReader.open(path, self._options.reading, check)
+        ChunkReader.open(path, self.reading, check)
         return path, self._manifest.fingerprint
 
     def close(self) -> None:
@@ -337,15 +332,13 @@ class _Loading:
             key: found for key, found in lacking.items() if not _identities(found[1]) & filled
         }
         held = (*self._manifest.tensors, *self._manifest.objects)
-        self._unexpected = [
-            key for key in held if key.startswith(self._options.prefix) and key not in known
-        ]
-        if self._options.strict:
+        self._unexpected = [key for key in held if key.startswith(self.prefix) and key not in known]
+        if self.strict:
             self._check_missing()
             self._check_unexpected()
 
     def _key(self, part: _Part, name: str) -> str:
-        return self._options.prefix + part.start + name
+        return self.prefix + part.start + name
 
     def _fit_optimizer(self, part: _Part) -> None:
         """Make the state dict of an optimizer as the checkpoint has it."""
@@ -373,7 +366,7 @@ class _Loading:
         keys, else the keys that it has and that resemble the first.
         """
         held = {**self._manifest.tensors, **self._manifest.objects}
-        first, *rest = [key.removeprefix(self._options.prefix) for key in bad]
+        first, *rest = [key.removeprefix(self.prefix) for key in bad]
         ends = [key for key in held if f".{key}".endswith(f".{first}")]
         starts = [key.removesuffix(first) for key in ends]
         fits = [start for start in starts if all(start + name in held for name in rest)]
@@ -386,7 +379,7 @@ class _Loading:
     def _is_bad(self, key: str, part: _Part, leaf: Leaf) -> bool:
         """Return whether a strict load needs a key that the checkpoint lacks."""
         if is_waiting(leaf.value):
-            return not self._options.initialize_missing
+            return not self.initialize_missing
         if isinstance(part.owner, torch.optim.Optimizer):
             return not may_lack(part.owner, key, self._manifest, self._key(part, ""))
         return True
@@ -440,7 +433,7 @@ class _Loading:
         boxes = [block.box for block in blocks]
         is_deferred_here = is_waiting(tensor) and isinstance(part.owner, torch.nn.Module)
         if is_deferred_here and is_deferred(tensor):
-            slices = local_slices(self._options.shard, name, tensor)
+            slices = local_slices(self.shard, name, tensor)
             boxes = boxes if slices is None else [_box_of(slices, tensor.shape)]
         for place, box in enumerate(boxes):
             if not is_deferred_here:
@@ -456,7 +449,7 @@ class _Loading:
 
     def verify(self) -> None:
         """Verify what any rank reads; a block that several ranks of a host read, on one of them."""
-        ranks = self._ranks
+        ranks = self.ranks
         wanted = ranks.together(
             lambda: (self._reader.folder.identity, self._reader.blocks_of(self._segments))
         )
@@ -477,11 +470,10 @@ class _Loading:
         targets = (
             target.tensor() if isinstance(target, _Deferred) else target for target in self._targets
         )
-        options = self._options
         self._reader.fill(
             zip(self._segments, targets, strict=True),
             advance,
-            verify=options.reading.verify == "data" and options.overwrite,
+            verify=self.reading.verify == "data" and self.overwrite,
         )
         for part, leaf, value in self._objects:
             put(part.state, leaf.path, value)
@@ -493,10 +485,10 @@ class _Loading:
         missing = [name for name, key in names.items() if key in self._missing]
         materialize_module(
             part.owner,
-            device=self._options.device,
-            shard=self._options.shard,
+            device=self.device,
+            shard=self.shard,
             uninitialized=[name for name, key in names.items() if key not in self._missing],
-            leave_deferred=() if self._options.initialize_missing else missing,
+            leave_deferred=() if self.initialize_missing else missing,
         )
         part.renew()
 

@@ -11,6 +11,7 @@ use, in folders whose names only we use. Whatever else is there is somebody else
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import mmap
@@ -26,9 +27,9 @@ from typing import TYPE_CHECKING, TypeVar
 
 from torchrelay import _native
 from torchrelay._addresses import boot_id
-from torchrelay.checkpoint import _linux, _manifest
-from torchrelay.checkpoint._failures import not_shared, removed_error
+from torchrelay.checkpoint import _manifest
 from torchrelay.checkpoint._manifest import Head
+from torchrelay.checkpoint._storage import removed_error
 from torchrelay.checkpoint._types import DATA_NAME, MANIFEST, NOTE_NAME, Sizes
 from torchrelay.errors import CorruptionError, PeerLostError, StorageError, UnsupportedError
 
@@ -45,6 +46,12 @@ F = TypeVar("F", bound="Folder")
 T = TypeVar("T")
 
 _NOTE_END = b"\n"
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
+_SYNC_FILE_RANGE_WRITE = 2
+_MADV_POPULATE_READ = 22
 
 
 @contextmanager
@@ -173,8 +180,8 @@ class LocalFolder:
                 fd, offset - first + size_bytes, access=mmap.ACCESS_COPY, offset=first
             )
             try:
-                _linux.populate(mapped)
-            except OSError:  # read() reports the error; the mapping would raise SIGBUS
+                mapped.madvise(_MADV_POPULATE_READ)
+            except OSError:  # also of kernels before 5.14; an error of the disk would be a SIGBUS
                 return None
         return memoryview(mapped)[offset - first :]
 
@@ -185,6 +192,13 @@ class LocalFolder:
             if self._folder_fd >= 0:
                 os.close(self._folder_fd)
                 self._folder_fd = -1
+
+
+def _start_writeback(fd: int, offset: int, size_bytes: int) -> None:
+    """Ask the kernel to start writing a range to the disk, so that fsync waits less."""
+    _libc.sync_file_range(
+        fd, ctypes.c_int64(offset), ctypes.c_int64(size_bytes), _SYNC_FILE_RANGE_WRITE
+    )
 
 
 class _LocalSink:
@@ -203,7 +217,7 @@ class _LocalSink:
             while done < len(data):
                 done += os.pwrite(self._fd, data[done:], offset + done)
         if self._fsync:
-            _linux.start_writeback(self._fd, offset, done)
+            _start_writeback(self._fd, offset, done)
 
     def close(self) -> None:
         try:
@@ -297,12 +311,15 @@ class LocalTransaction:
             )
         return content
 
+    def is_marked(self, save_id: str) -> bool:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            return self._lock.read_bytes() == save_id.encode()
+        return False
+
     def under_way(self, save_id: str) -> bool:
-        try:
-            with open(self._lock, "rb") as file:
-                return file.read() == save_id.encode() and _is_locked(file.fileno())
-        except FileNotFoundError:
-            return False
+        with contextlib.suppress(FileNotFoundError), open(self._lock, "rb") as file:
+            return file.read() == save_id.encode() and _is_locked(file.fileno())
+        return False
 
     def committed_id(self) -> str | None:
         head = _head(self._final)
@@ -360,15 +377,6 @@ class LocalTransaction:
             )
         return True
 
-    def seen_id(self) -> str:
-        try:
-            return self._lock.read_bytes().decode(errors="replace")
-        except OSError as error:
-            raise StorageError(
-                error.errno or errno.EIO,
-                f"{self._lock}: {error.strerror}; {not_shared(self.location)}",
-            ) from None
-
     def create(self, name: str) -> _LocalSink:
         return _LocalSink(str(self._saving / name), self._fsync)
 
@@ -403,7 +411,7 @@ class LocalTransaction:
             os.rename(self._saving, self._final)
         else:
             try:
-                _linux.exchange(str(self._saving), str(self._final))
+                _exchange(str(self._saving), str(self._final))
             except OSError as error:
                 if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
                     raise
@@ -426,6 +434,19 @@ class LocalTransaction:
         fd, self._lock_fd = self._lock_fd, -1
         if fd >= 0:
             _remove_unfinished(self._lock, self._saving, fd)
+
+
+def _exchange(one: str, other: str) -> None:
+    """Exchange two names of one file system atomically.
+
+    Raises:
+        OSError: not possible; ``errno`` is EINVAL or ENOSYS if the file system cannot do it at all.
+    """
+    if _libc.renameat2(
+        _AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE
+    ):
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code), one, None, other)
 
 
 def _unfinished(parent: Path, name: str) -> tuple[Path, Path]:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 from torchrelay import _native
 from torchrelay.checkpoint._boxes import tiling_fault
 from torchrelay.checkpoint._data_file import MAX_HEADER_BYTES, quoted
-from torchrelay.checkpoint._plan import no_collection
+from torchrelay.checkpoint._tasks import no_collection
 from torchrelay.checkpoint._types import (
     BLOCK_BYTES,
     DTYPES,
@@ -60,7 +60,9 @@ _MAX_DIMS = 64
 _MAX_BLOCK_BYTES = 1 << 30
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,254}")
 _TENSOR_FIELDS = itemgetter("dtype", "shape", "chunks")
-_CHUNK_FIELDS = itemgetter("offsets", "sizes", "file", "name", "bytes", "crc32c")
+# What a value of another type may raise where it is used.
+_PARSING_ERRORS = (ArithmeticError, AttributeError, LookupError, MemoryError, TypeError, ValueError)
+_CHUNK_FIELDS = itemgetter("offsets", "sizes", "file", "bytes", "crc32c")
 _TAIL = ',\n"crc32c":"{:08x}"}}\n'
 _TAIL_BYTES = len(_TAIL.format(0))
 
@@ -131,11 +133,7 @@ _json = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
 
 def _file_json(file: DataFile) -> dict[str, Any]:
-    return {
-        "size_bytes": file.size_bytes,
-        "header_bytes": file.header_bytes,
-        "header_crc32c": f"{file.header_crc32c:08x}",
-    }
+    return {**file._asdict(), "header_crc32c": f"{file.header_crc32c:08x}"}
 
 
 def head_of(data: bytes, where: str) -> Head:
@@ -275,12 +273,7 @@ class _Reader:
         if version != VERSION:
             raise UnsupportedError(
                 f"{self._where}: the checkpoint has format version {version}, this TorchRelay "
-                f"reads version {VERSION}; "
-                + (
-                    "update TorchRelay"
-                    if version > VERSION
-                    else "convert it with the version that wrote it"
-                )
+                f"reads version {VERSION}; use the TorchRelay that wrote it, or update this one"
             )
 
     def field(self, record: Any, name: str, kind: type, what: str = "the manifest") -> Any:
@@ -295,14 +288,6 @@ class _Reader:
         if not 0 <= value <= _MAX_INT:
             self.fail(f"{name!r} of {what} is {value}, out of range")
         return value
-
-    def integers(self, record: Any, name: str, what: str) -> tuple[int, ...]:
-        values = self.field(record, name, list, what)
-        if len(values) > _MAX_DIMS or any(
-            type(v) is not int or not 0 <= v <= _MAX_INT for v in values
-        ):
-            self.fail(f"{name!r} of {what} is not a list of at most {_MAX_DIMS} sizes")
-        return tuple(values)
 
     def checksum(self, record: Any, name: str, what: str) -> int:
         text = self.field(record, name, str, what)
@@ -325,12 +310,14 @@ class _Reader:
             self.fail(f"{min(both)!r} is both a tensor and an object")
         found = Manifest(
             id=self.field(document, "id", str),
-            saved_at_ns=self.integer(document, "saved_at_ns"),
             world_size=self.integer(document, "world_size"),
             files=files,
             tensors=tensors,
             objects=objects,
-            paths=self.paths(self.field(document, "paths", dict)),
+            paths={
+                key: self.path(key, value)
+                for key, value in self.field(document, "paths", dict).items()
+            },
             block_bytes=block_bytes,
         )
         self._check_overlaps(found)
@@ -354,35 +341,40 @@ class _Reader:
     def tensors(
         self, records: Any, files: Mapping[str, DataFile], block_bytes: int
     ) -> dict[str, TensorEntry]:
-        """Parse tensors in few steps, as there may be a million; ``_check_fields`` finds what is
-        wrong with one.
+        """Parse tensors in few steps, as there may be a million; each alone if a number is wrong,
+        to find the tensor that has it.
         """
         numbers: list[int] = []
         found = {}
         for key, record in records.items():
             what = f"tensor {key!r}"
-            fault: str | None = "is damaged"
             try:
                 dtype, shape, parts = _TENSOR_FIELDS(record)
+                if dtype not in DTYPES:
+                    self.fail(f"{what} has the unknown dtype {dtype!r}")
                 numbers += shape
                 chunks = [
                     self._chunk(what, DTYPES[dtype].itemsize, part, files, block_bytes, numbers)
                     for part in parts
                 ]
                 fault = tiling_fault(tuple(shape), [chunk.box for chunk in chunks])
-            except CorruptionError:
-                raise
-            except (AttributeError, LookupError, TypeError, ValueError):
-                pass
-            if fault:
-                self._check_fields(what, record, files)
-                self.fail(f"{what} of shape {record['shape']}: {fault}")
+            except KeyError as error:
+                self.fail(f"{what} lacks {error}")
+            except _PARSING_ERRORS as error:
+                self.fail(f"{what} is damaged ({type(error).__name__}: {error})")
+            if fault or len(shape) > _MAX_DIMS:
+                self.fail(f"{what} of shape {shape}: {fault or 'too many dimensions'}")
             found[key] = TensorEntry(DTYPES[dtype], tuple(shape), tuple(chunks))
         if {*map(type, numbers)} - {int} or not (
             0 <= min(numbers, default=0) <= max(numbers, default=0) <= _MAX_INT
         ):
+            if len(found) == 1:
+                self.fail(
+                    f"tensor {min(found)!r} has a size, an offset or a byte that is not a whole "
+                    f"number from 0 to {_MAX_INT}"
+                )
             for key, record in records.items():
-                self._check_fields(f"tensor {key!r}", record, files)
+                self.tensors({key: record}, files, block_bytes)
         return found
 
     def _chunk(
@@ -395,11 +387,13 @@ class _Reader:
         numbers: list[int],
     ) -> Chunk:
         """Parse a chunk; add its sizes and offsets, whose types are not checked, to ``numbers``."""
-        offsets, sizes, name, stored, (start, end), text = _CHUNK_FIELDS(record)
+        offsets, sizes, name, (start, end), text = _CHUNK_FIELDS(record)
         checksums = binascii.a2b_base64(text)
         numbers += (*offsets, *sizes, start, end)
-        if len(text) != _base64_size(checksums) or type(stored) is not str:
-            raise ValueError(stored)
+        if len(text) != -(-len(checksums) // 3) * 4:
+            raise ValueError("a checksum is not base64")
+        if name not in files:
+            self.fail(f"{what} lies in {name!r}, which the manifest does not list")
         file, size_bytes = files[name], math.prod(sizes) * itemsize
         if end - start != size_bytes:
             self.fail(
@@ -416,32 +410,7 @@ class _Reader:
                 f"{what}, the chunk at {offsets}, has {len(checksums)} bytes of checksums for "
                 f"{size_bytes} bytes"
             )
-        return Chunk(Box(tuple(offsets), tuple(sizes)), name, stored, start, size_bytes, checksums)
-
-    def _check_fields(self, what: str, record: Any, files: Mapping[str, DataFile]) -> None:
-        """Check the types of all fields of a tensor, and that what they name is there."""
-        dtype = self.field(record, "dtype", str, what)
-        if dtype not in DTYPES:
-            self.fail(f"{what} has the unknown dtype {dtype!r}")
-        self.integers(record, "shape", what)
-        chunks = self.field(record, "chunks", list, what)
-        what = f"a chunk of {what}"
-        for chunk in chunks:
-            for name in ("offsets", "sizes", "bytes"):
-                self.integers(chunk, name, what)
-            if len(chunk["bytes"]) != 2:
-                self.fail(f"'bytes' of {what} is not a pair")
-            self.field(chunk, "name", str, what)
-            file = self.field(chunk, "file", str, what)
-            if file not in files:
-                self.fail(f"{what} lies in {file!r}, which the manifest does not list")
-            text = self.field(chunk, "crc32c", str, what)
-            try:
-                size = _base64_size(binascii.a2b_base64(text))
-            except ValueError:
-                size = -1
-            if size != len(text):
-                self.fail(f"'crc32c' of {what} is not base64")
+        return Chunk(Box(tuple(offsets), tuple(sizes)), name, start, size_bytes, checksums)
 
     def _check_overlaps(self, manifest: Manifest) -> None:
         """Check that byte ranges overlap only where tied tensors have the same one."""
@@ -451,26 +420,17 @@ class _Reader:
                 one, other = file.keys[index - 1 : index + 1]
                 self.fail(f"{one!r} and {other!r} overlap in {name} at byte {file.starts[index]}")
 
-    def paths(self, records: Any) -> dict[str, StatePath]:
-        return {
-            key: tuple(path)
-            if type(path) is list and {*map(type, path)} <= {str}
-            else self._path(key, path)
-            for key, path in records.items()
-        }
-
-    def _path(self, key: str, value: Any) -> StatePath:
-        if not isinstance(value, list):
-            self.fail(f"the path of {key!r} is not a list")
-        return tuple(self._path_item(key, item) for item in value)
-
-    def _path_item(self, key: str, item: Any) -> str | int | tuple[int]:
-        if type(item) is list and len(item) == 1 and type(item[0]) is int:
-            return (item[0],)
-        if type(item) is not str and (type(item) is not int or item < 0):
-            self.fail(f"the path of {key!r} has an item that is neither a key nor an index")
-        return item
+    def path(self, key: str, value: Any) -> StatePath:
+        steps = value if type(value) is list else [None]
+        if not {*map(type, steps)} <= {str}:
+            steps = [tuple(step) if type(step) is list else step for step in steps]
+            if not all(map(_is_step, steps)):
+                self.fail(f"the path of {key!r} is not a list of keys and indices")
+        return tuple(steps)
 
 
-def _base64_size(data: bytes) -> int:
-    return -(-len(data) // 3) * 4
+def _is_step(step: Any) -> bool:
+    """Return whether ``step`` is a key, an index, or an integer that is a key."""
+    if type(step) is tuple:
+        return [*map(type, step)] == [int]
+    return type(step) is str or (type(step) is int and step >= 0)

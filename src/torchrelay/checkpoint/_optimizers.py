@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from torchrelay.checkpoint._state import SUBCLASS, flatten, insert, key_of, leaf_path
+from torchrelay.checkpoint._state import SUBCLASS, Index, flatten, insert, key_of, leaf_path
 from torchrelay.checkpoint._tensors import is_waiting
 from torchrelay.checkpoint._types import Manifest
 from torchrelay.errors import DeferredError, MismatchError, UnsupportedError
 
 __all__ = ["fitted", "may_lack"]
 
-# "state" or "param_groups", the number of a parameter or group, a name; or an entry of "state" that
-# is not of a parameter.
+# "state" or "param_groups", the number of a parameter or group, a name, and what leads on from
+# there; or an entry of "state" that is not of a parameter.
 Entry = tuple[Any, ...]
 
 # Options of groups that schedulers add, and those of named parameters.
@@ -36,8 +35,8 @@ def fitted(
 ) -> dict[str, Any]:
     """Return the state dict to load into ``optimizer``: with the entries that the checkpoint has.
 
-    Entries that are in ``state``, the optimizer's own, are reused; others are created, with
-    uninitialised tensors sharded as their parameters. Options of a group that the
+    Tensors that are in ``state``, the optimizer's own, are reused; others are created,
+    uninitialised and sharded as their parameters. Options of a group that the
     checkpoint lacks stay; the state of a parameter that it lacks is left out, as for parameters
     that never had a gradient.
 
@@ -50,39 +49,41 @@ def fitted(
         UnsupportedError: the state is to be made of a tensor subclass.
     """
     parameters = _parameters(optimizer, manifest, start)
-    groups = [dict(group) for group in state["param_groups"]]
+    paths = _paths(manifest, start)
+    own = {start + key: leaf.value for key, leaf in flatten(state).items()}
+    groups: list[dict[str, Any]] = [{} for _ in state["param_groups"]]
     result: dict[str, Any] = {**state, "state": {}, "param_groups": groups}
-    for entry, leaves in _entries(manifest, start).items():
-        _check_place(optimizer, entry, parameters, start)
-        known, name = _container(state, entry), entry[-1]
-        known = {name: known[name]} if name in known else {}
-        if not _fits(known, leaves, manifest):
-            known = {}
-            parameter = parameters.get(entry[1]) if entry[0] == "state" else None
-            for key, path in leaves.items():
-                insert(known, path, _blank(key, manifest, parameter))
-        _container(result, entry)[name] = known[name]
+    kinds = {key: key in manifest.tensors for key, path in paths.items() if path[0] == "state"}
+    is_alike = kinds == {
+        key: isinstance(value, torch.Tensor)
+        for key, value in own.items()
+        if key.startswith(f"{start}state.")
+    }
+    if is_alike:
+        result["state"] = state["state"]
+    for key, path in paths.items():
+        _check_place(optimizer, path, parameters, start)
+        if not (is_alike and path[0] == "state"):
+            value = own.get(key)
+            if not (isinstance(value, torch.Tensor) and key in manifest.tensors):
+                value = _blank(key, manifest, parameters.get(path[1]) if key in kinds else None)
+            insert(result, path, value)
+    result["param_groups"] = [
+        {**group, **saved} for group, saved in zip(state["param_groups"], groups, strict=True)
+    ]
     return result
 
 
-def _container(state: dict[str, Any], entry: Entry) -> Any:
-    section, *place, _ = entry
-    here = state[section]
-    for step in place:
-        here = here[step] if isinstance(here, list) else here.setdefault(step, {})
-    return here
-
-
 def _check_place(
-    optimizer: torch.optim.Optimizer, entry: Entry, parameters: Mapping[Any, Any], start: str
+    optimizer: torch.optim.Optimizer, path: Entry, parameters: Mapping[Any, Any], start: str
 ) -> None:
-    section, place = entry[:2]
+    section, place = path[:2]
     here, what = (
         (range(len(optimizer.param_groups)), "groups of parameters")
         if section == "param_groups"
         else (parameters, "parameters")
     )
-    if type(place) is int and place not in here:
+    if isinstance(place, int) and place not in here:
         raise MismatchError(
             f"{start}{section}.{place}: the checkpoint has it, and this "
             f"{type(optimizer).__name__} has {len(here)} {what}"
@@ -131,34 +132,24 @@ def _parameters(
     return found
 
 
-def _entries(manifest: Manifest, start: str) -> dict[Entry, dict[str, tuple[Any, ...]]]:
-    """Return the entries of the checkpoint, with the keys of each and their paths from its name."""
-    found: dict[Entry, dict[str, tuple[Any, ...]]] = defaultdict(dict)
-    for key in dict.fromkeys((*manifest.paths, *manifest.objects, *manifest.tensors)):
+def _paths(manifest: Manifest, start: str) -> dict[str, Entry]:
+    """Return the paths of the keys of the checkpoint, from the optimizer on."""
+    found: dict[str, Entry] = {}
+    for key in (*manifest.objects, *manifest.tensors):
         if key.startswith((f"{start}state.", f"{start}param_groups.")):
-            section, place, *path = _path(manifest, key, start)
+            path = leaf_path(manifest.paths.get(key, ()))
+            depths = (
+                n for n in range(len(path) - 1) if key_of(path[:n]) == start.removesuffix(".")
+            )
+            depth = next(depths, None)
+            section, place, *rest = (
+                key.removeprefix(start).split(".") if depth is None else path[depth:]
+            )
             if str(place).isdigit():
-                place = int(place)
-            if path:
-                found[section, place, path[0]][key] = tuple(path)
-            elif section == "state":
-                found[section, place][key] = (place,)
+                place = int(place) if section == "state" else Index(place)
+            if rest or section == "state":
+                found[key] = (section, place, *rest)
     return found
-
-
-def _path(manifest: Manifest, key: str, start: str) -> tuple[Any, ...]:
-    """Return the path of a key, from the optimizer on."""
-    path = leaf_path(manifest.paths.get(key, ()))
-    for count in range(len(path)):
-        if key_of(path[:count]) == start.removesuffix("."):
-            return path[count:]
-    return tuple(key.removeprefix(start).split("."))
-
-
-def _fits(known: dict[Any, Any], leaves: Mapping[str, tuple[Any, ...]], manifest: Manifest) -> bool:
-    """Return whether an entry has the leaves that the checkpoint has of it."""
-    here = {key: isinstance(leaf.value, torch.Tensor) for key, leaf in flatten(known).items()}
-    return here == {key_of(path): key in manifest.tensors for key, path in leaves.items()}
 
 
 def _blank(key: str, manifest: Manifest, parameter: torch.Tensor | None) -> Any:

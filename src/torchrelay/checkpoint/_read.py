@@ -23,13 +23,18 @@ from numpy.typing import NDArray
 from torchrelay import _native
 from torchrelay.checkpoint._boxes import BoxIndex, contiguous_runs
 from torchrelay.checkpoint._foreign import find_checkpoint
-from torchrelay.checkpoint._linux import memory_at
-from torchrelay.checkpoint._plan import no_collection
 from torchrelay.checkpoint._storage import Folder, Path
+from torchrelay.checkpoint._tasks import memory_at, no_collection, run_tasks, usable_threads
 from torchrelay.checkpoint._tensors import address_of, byte_view
-from torchrelay.checkpoint._threads import run_tasks, usable_threads
-from torchrelay.checkpoint._types import Box, Chunk, FileChunks, Manifest, Sizes, TensorEntry
-from torchrelay.checkpoint._write import check_count
+from torchrelay.checkpoint._types import (
+    Box,
+    Chunk,
+    FileChunks,
+    Manifest,
+    Sizes,
+    TensorEntry,
+    check_count,
+)
 from torchrelay.errors import ArgumentError, CorruptionError
 
 __all__ = [
@@ -38,6 +43,7 @@ __all__ = [
     "ChunkReader",
     "ReadOptions",
     "Segment",
+    "deal_blocks",
     "segments_of",
     "warn_without_checksums",
     "within",
@@ -52,6 +58,7 @@ _VERIFY = ("data", "header", "none")
 _ATTEMPTS = 10  # for a checkpoint that savers replace again and again
 _PIECE_BYTES = 16 << 20
 _READ_BYTES = 4 << 20  # by one call; what was read is in the cache when it is compared
+_RUN_BLOCKS = 16  # successive blocks that one rank verifies
 _GAP_BYTES = 64 << 10  # less than this between two runs is read along: cheaper than another request
 
 
@@ -184,6 +191,23 @@ class _FileBlocks:
         np.add.at(edges, np.searchsorted(self.starts, ends, "left"), -1)
         found: NDArray[np.bool_] = np.cumsum(edges[:-1]) > 0
         return found
+
+
+def deal_blocks(touched: NDArray[np.bool_], rank: int) -> NDArray[np.bool_]:
+    """Return the blocks that ``rank`` verifies: each block that ranks read is verified by one of
+    them, in runs.
+
+    Args:
+        touched: ``(ranks, blocks)``, whether a rank reads a block.
+        rank: a row of ``touched``.
+    """
+    ranks, blocks = touched.shape
+    columns = np.arange(blocks)
+    # Row i: the rank that is asked as the i-th whether it reads the block.
+    asked = (columns // _RUN_BLOCKS + np.arange(ranks)[:, None]) % ranks
+    first = touched[asked, columns].argmax(axis=0)
+    mine: NDArray[np.bool_] = touched[rank] & (asked[first, columns] == rank)
+    return mine
 
 
 class ChunkReader:
@@ -340,19 +364,14 @@ class ChunkReader:
         file, chunks = self.manifest.files[name], self.manifest.by_file[name]
         begins = [file.header_bytes, *(chunks.starts + chunks.sizes).tolist()]
         for begin, end in zip(begins, [*chunks.starts.tolist(), file.size_bytes], strict=True):
-            self._verify_zeros(name, begin, end)
-
-    def _verify_zeros(self, name: str, start: int, end: int) -> None:
-        while start < end:
-            size = min(end - start, self._limit_bytes)
-            piece = bytearray(size)
-            self.folder.read(name, start, memoryview(piece))
-            if any(piece):
-                raise CorruptionError(
-                    f"{self.folder.location}/{name}: the padding between bytes {start} and "
-                    f"{start + size} is damaged: it is not zero"
-                )
-            start += size
+            for start in range(begin, end, self._limit_bytes):
+                piece = bytearray(min(end - start, self._limit_bytes))
+                self.folder.read(name, start, memoryview(piece))
+                if any(piece):
+                    raise CorruptionError(
+                        f"{self.folder.location}/{name}: the padding between bytes {start} and "
+                        f"{start + len(piece)} is damaged: it is not zero"
+                    )
 
     def fill(
         self,

@@ -20,8 +20,8 @@ import numpy as np
 
 from torchrelay import _native
 from torchrelay.checkpoint import _manifest
-from torchrelay.checkpoint._failures import not_shared, removed_error
 from torchrelay.checkpoint._manifest import Head
+from torchrelay.checkpoint._storage import removed_error
 from torchrelay.checkpoint._types import DATA_NAME, MANIFEST, NOTE_NAME, Sizes
 from torchrelay.errors import CorruptionError, StorageError, TorchRelayError, UnavailableError
 
@@ -29,7 +29,7 @@ __all__ = ["RemoteFolder", "RemoteTransaction", "has_manifest", "heads", "remove
 
 _MARKER = "torchrelay-saving.json"
 _REMOVING = b"removing"  # in a marker, instead of the id of a save
-_REMOVERS = 8  # requests at once
+_REQUESTS = 8  # at once
 
 
 def open_url(url: str) -> tuple[Any, str]:
@@ -170,13 +170,6 @@ class RemoteTransaction:
             self._fs.pipe_file(f"{self._root}/{_MARKER}", self._id.encode())
             return self._id
 
-    def seen_id(self) -> str:
-        with remote_errors(f"reading {self.location}/{_MARKER}"):
-            found = _content(self._fs, f"{self._root}/{_MARKER}")
-        if found is None:
-            raise StorageError(errno.ENOENT, not_shared(self.location))
-        return found.decode(errors="replace")
-
     def _check_target(self, names: list[str]) -> None:
         """Check that there is nothing, or what an interrupted save has left.
 
@@ -209,7 +202,7 @@ class RemoteTransaction:
                     errno.EIO, f"{self.location}/{name}: not the {size_bytes} bytes written"
                 )
         with remote_errors(f"committing {self.location}"):
-            if not self._is_marked(self._id):
+            if not self.is_marked(self._id):
                 self._id = ""
                 raise StorageError(
                     errno.EBUSY, f"{self.location}: another save to this path has begun meanwhile"
@@ -219,14 +212,14 @@ class RemoteTransaction:
             working = [name for name in _names(self._fs, self._root) if _is_working(name)]
             _remove_objects(self._fs, self._root, working)
 
-    def _is_marked(self, save_id: str) -> bool:
-        """Return whether no other save to this path has begun since ``save_id``."""
-        return _content(self._fs, f"{self._root}/{_MARKER}") == save_id.encode()
+    def is_marked(self, save_id: str) -> bool:
+        with remote_errors(f"reading {self.location}/{_MARKER}"):
+            return _content(self._fs, f"{self._root}/{_MARKER}") == save_id.encode()
 
     def discard(self) -> None:
         if self._id:
             with remote_errors(f"discarding {self.location}"):
-                if self._is_marked(self._id):
+                if self.is_marked(self._id):
                     left = _of_a_save(_names(self._fs, self._root))
                     _remove_objects(self._fs, self._root, left)
             self._id = ""
@@ -252,8 +245,7 @@ class RemoteTransaction:
             return _content(self._fs, f"{self._root}/{name}")
 
     def under_way(self, save_id: str) -> bool:
-        with remote_errors(f"reading {self.location}/{_MARKER}"):
-            return self._is_marked(save_id) and self.committed_id() is None
+        return self.is_marked(save_id) and self.committed_id() is None
 
     def committed_id(self) -> str | None:
         with remote_errors(f"reading {self.location}/{MANIFEST}"):
@@ -267,18 +259,10 @@ def heads(url: str) -> dict[str, Head]:
     with remote_errors(f"listing {url}"):
         fs.invalidate_cache()
         names = _folders(fs, root)
-        paths = [f"{root}/{name}/{MANIFEST}" for name in names]
-        firsts = fs.cat_ranges(paths, 0, _manifest.HEAD_BYTES, on_error="return") if paths else []
-    found = {}
-    for name, first in zip(names, firsts, strict=True):
-        where = f"{url.rstrip('/')}/{name}"
-        if isinstance(first, bytes):
-            with suppress(CorruptionError):
-                found[where] = _manifest.head_of(first, f"{where}/{MANIFEST}")
-        elif not isinstance(first, FileNotFoundError | PermissionError):
-            with remote_errors(f"reading {where}/{MANIFEST}"):
-                _content(fs, f"{root}/{name}/{MANIFEST}", 1)  # raises, unless it is empty
-    return found
+        with ThreadPoolExecutor(_REQUESTS, "torchrelay-checkpoint") as pool:
+            found = [*pool.map(lambda name: _head(fs, f"{root}/{name}"), names)]
+    paths = [f"{url.rstrip('/')}/{name}" for name in names]
+    return {path: head for path, head in zip(paths, found, strict=True) if head is not None}
 
 
 def has_manifest(url: str) -> bool:
@@ -335,9 +319,10 @@ def _content(fs: Any, path: str, most: int | None = None) -> bytes | None:
 
 def _head(fs: Any, root: str) -> Head | None:
     """Return the first line of the manifest in a folder; None if there is none of ours."""
-    first = _content(fs, f"{root}/{MANIFEST}", _manifest.HEAD_BYTES)
-    with suppress(CorruptionError):
-        return None if first is None else _manifest.head_of(first, f"{root}/{MANIFEST}")
+    path = f"{root}/{MANIFEST}"
+    with suppress(CorruptionError, PermissionError):
+        first = _content(fs, path, _manifest.HEAD_BYTES)
+        return None if first is None else _manifest.head_of(first, path)
     return None
 
 
@@ -379,7 +364,7 @@ def _remove_objects(fs: Any, root: str, names: list[str]) -> None:
         with suppress(FileNotFoundError):
             fs.rm_file(f"{root}/{name}")
 
-    with ThreadPoolExecutor(_REMOVERS, "torchrelay-checkpoint") as pool:
+    with ThreadPoolExecutor(_REQUESTS, "torchrelay-checkpoint") as pool:
         list(pool.map(remove_object, [name for name in names if name != _MARKER]))
     if _MARKER in names:
         remove_object(_MARKER)

@@ -1,30 +1,46 @@
-"""Saving of a state by all ranks: agree, write, commit."""
+"""Saves of a state by all ranks: agree, write, commit; or copy the state, return, and let another
+process write it.
+"""
 
 from __future__ import annotations
 
+import atexit
+import logging
+import os
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from torchrelay import _telemetry
+import numpy as np
+
+from torchrelay import _native, _telemetry, config
+from torchrelay._helper import HelperProcess
 from torchrelay._progress import Progress, tracking
-from torchrelay.checkpoint._catalog import Keep
-from torchrelay.checkpoint._group import savers_of
+from torchrelay.checkpoint._group import group_of
 from torchrelay.checkpoint._inventory import gather_inventory, plan_chunks
-from torchrelay.checkpoint._saving import Saving
+from torchrelay.checkpoint._saving import Description, Saving
+from torchrelay.checkpoint._staging import Staging, starts_of
 from torchrelay.checkpoint._storage import Path, text_of
 from torchrelay.checkpoint._tensors import data_of
-from torchrelay.checkpoint._write import MAX_STAGING_BYTES, Part, SaveOptions
+from torchrelay.checkpoint._write import MAX_STAGING_BYTES, Part, PlannedChunk, SaveOptions
+from torchrelay.checkpoint._writer_process import Job, Plan
+from torchrelay.errors import ArgumentError, OperationTimeoutError, PeerLostError, from_json
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["save"]
+__all__ = ["SaveHandle", "async_save", "save"]
+
+_logger = logging.getLogger("torchrelay.checkpoint")
 
 
 def save(
     state: Any,
     path: Path,
     *,
-    keep: int | Keep | None = None,
+    keep: int | None = None,
     threads: int | None = None,
     fsync: bool = True,
     checksum: bool = True,
@@ -46,7 +62,8 @@ def save(
         path: the folder to write, or any fsspec URL; all ranks must see the same.
         keep: once this checkpoint is committed, remove older ones of its series, which are those
             in the same folder whose names differ in the last number only: all but the newest
-            ``keep``, or but those that a :class:`Keep` names.
+            ``keep``, and those that a symbolic link beside them points to. Checkpoints that were
+            copied or renamed stay.
         threads: how many write at once on each rank; by default the usable cores, at most 4.
         fsync: whether the checkpoint must be on the disk when this returns.
         checksum: whether to store CRC32C checksums.
@@ -67,12 +84,12 @@ def save(
     """
     with _telemetry.event("checkpoint", "save", text_of(path)) as running:
         saving = Saving(path, SaveOptions(threads, fsync, checksum, keep, max_staging_bytes))
-        ranks = savers_of(group, no_dist)
+        ranks = group_of(group, no_dist, for_save=True)
         mine, everyone = gather_inventory(state, ranks)
         chunks = plan_chunks(mine, everyone, ranks)
 
         def write() -> Part:
-            saving.check_shared(saving.transaction.seen_id(), save_id)
+            saving.check_shared(save_id)
             running.size_bytes = size_bytes = sum(chunk.size_bytes for chunk in chunks)
             data = [data_of(mine.blocks[chunk.block]) for chunk in chunks]
             with tracking(progress, size_bytes, "saving", shown=ranks.is_coordinator) as advance:
@@ -84,5 +101,233 @@ def save(
         finally:
             if ranks.is_coordinator:
                 saving.transaction.discard()  # does nothing after a commit
-        if saving.retains:
+        if keep is not None:
             ranks.coordinate(saving.retain)
+
+
+class SaveHandle:
+    """A save in progress. If the handle is dropped, the next save raises its error."""
+
+    def __init__(self, path: str, rank: int) -> None:
+        self.path = path
+        self._rank = rank
+        self._origin = _native.Origin()
+        self._done = False
+        self._error: Exception | None = None
+        self._raised = False
+
+    def done(self) -> bool:
+        """Return whether the save has ended, successfully or not. Does not block."""
+        return self._done or _writer.poll(self, 0.0)
+
+    def result(self, timeout_s: float | None = None) -> str:
+        """Wait until the checkpoint is committed by all ranks; return its path.
+
+        Raises:
+            ArgumentError: another process has begun the save, and forked this one.
+            OperationTimeoutError: it is not within ``timeout_s``; it goes on.
+            PeerLostError: the writer process, or another rank's, was killed. The checkpoint is
+                discarded.
+            StorageError: it could not be written, here or on another rank.
+        """
+        if not self._done and not _writer.poll(self, timeout_s):
+            raise OperationTimeoutError(
+                f"{self.path}: the save has not ended within {timeout_s:g} s; it goes on"
+            )
+        if self._error is not None:
+            self._raised = True
+            raise self._error
+        return self.path
+
+    def _settle(self, error: Exception | None) -> None:
+        self._error, self._done = error, True
+        if error is None:
+            _logger.info("%s is committed", self.path)
+
+
+class _Writer:
+    """The writer process of this trainer, which runs one save at a time, and the staging memory
+    that both map.
+    """
+
+    def __init__(self) -> None:
+        self._reset()
+
+    def _reset(self) -> None:
+        self.helper: HelperProcess | None = None
+        self.staging = Staging()
+        self.last: SaveHandle | None = None
+        self._current: SaveHandle | None = None  # whose result has not arrived
+        self._lock = threading.Lock()
+        self._plan: Plan | None = None
+        self._is_sent = False  # whether the process has the plan
+
+    def finish_last(self) -> None:
+        """Wait for the previous save, and raise its error unless its handle already has."""
+        last, self.last = self.last, None
+        if last is not None and not last._raised:
+            last.result()
+
+    def start(self) -> HelperProcess:
+        """Start the process, unless it runs."""
+        if self.helper is not None:
+            self.helper.wait(0)
+            if self.helper.exit_code is not None:
+                self.close()
+        if self.helper is None:
+            # new session: Ctrl-C is for the trainer; what is staged is still written
+            command = HelperProcess.command("torchrelay.checkpoint._writer_process")
+            self.helper = HelperProcess(command, new_session=True)
+        return self.helper
+
+    def plan(self, chunks: Sequence[PlannedChunk], everyone: Sequence[Description]) -> Plan:
+        """Return where ``chunks`` are staged; for the same list, the same object."""
+        if self._plan is None or self._plan.chunks is not chunks:
+            sizes = np.array([chunk.size_bytes for chunk in chunks], np.uint64)
+            self._plan = Plan(chunks, starts_of(sizes), sizes, everyone)
+            self._is_sent = False
+        return self._plan
+
+    def submit(self, handle: SaveHandle, job: Job, fds: Sequence[int]) -> None:
+        """Send a job, duplicates of the descriptors ``fds``, and what the process lacks."""
+        assert self.helper is not None
+        if not self._is_sent:
+            job = replace(job, plan=self._plan)
+        if self.staging.is_new:
+            job, fds = replace(job, new_staging=True), (self.staging.fd, *fds)
+        self.last = self._current = handle
+        self._is_sent, self.staging.is_new = True, False
+        with suppress(PeerLostError):  # it has died: poll() finds its end closed
+            self.helper.channel.send(job, fds)
+
+    def poll(self, handle: SaveHandle, timeout_s: float | None) -> bool:
+        """Wait for the result of ``handle``; return whether it has arrived."""
+        if handle._origin.is_forked:
+            raise ArgumentError(
+                f"{handle.path}: process {handle._origin.pid} started the save; only it can "
+                "wait for it"
+            )
+        with self._lock:
+            if handle is not self._current or self.helper is None:
+                return True
+            try:
+                received = self.helper.channel.receive(timeout_s)
+            except PeerLostError:
+                error: Exception | None = PeerLostError(
+                    f"{handle.path}: rank {handle._rank}: the writer process has died (it "
+                    f"{self.helper.exit_reason()}); the checkpoint is discarded by the next save",
+                    ranks=(handle._rank,),
+                )
+                self.helper.kill()  # if it has only closed its end
+            else:
+                if received is None:
+                    return False
+                failure, _ = received
+                error = None if failure is None else from_json(failure)
+            self._current = None
+            handle._settle(error)
+            return True
+
+    def close(self) -> None:
+        """Let the process finish its current job and end."""
+        helper, staging = self.helper, self.staging
+        self._reset()
+        if helper is not None:
+            helper.channel.shut_down()  # also if a forked child has it open
+            helper.channel.close()
+            helper.wait(None)
+            staging.close()
+
+    def forget(self) -> None:
+        """In a forked child: the process is the parent's."""
+        if self.helper is not None:
+            self.helper.abandon()
+        self._reset()
+
+
+_writer = _Writer()
+atexit.register(_writer.close)
+os.register_at_fork(after_in_child=_writer.forget)
+
+
+def async_save(
+    state: Any,
+    path: Path,
+    *,
+    keep: int | None = None,
+    threads: int | None = None,
+    fsync: bool = True,
+    checksum: bool = True,
+    max_staging_bytes: int | None = None,
+    group: ProcessGroup | None = None,
+    no_dist: bool = False,
+) -> SaveHandle:
+    """Start a checkpoint. Collective over ``group``. Returns once the state is copied; it may then
+    change.
+
+    The copy is in shared memory that the next save uses again, and a process of its own writes it,
+    so that the trainer is not disturbed. If the trainer is killed, that process still finishes the
+    checkpoint, or discards it if another rank's part never comes. One save is in progress at a
+    time: a second call waits for the first.
+
+    Args:
+        state: as for :func:`save`.
+        path: the folder to write, or any fsspec URL.
+        keep: how many checkpoints of its series to keep, as for :func:`save`.
+        threads: how many write at once; by default the usable cores, at most 4.
+        fsync: whether the checkpoint must be on the disk before it is committed.
+        checksum: whether to store CRC32C checksums.
+        max_staging_bytes: the most memory that this rank's copy may take; by default no limit.
+        group: the ranks that take part; by default the default process group, or this process
+            alone.
+        no_dist: whether this process is alone, although there is a process group or a launcher.
+
+    Raises:
+        ArgumentError: a value that a checkpoint cannot hold, or a copy larger than
+            ``max_staging_bytes``.
+        MismatchError, UnsupportedError, StorageError, PeerLostError: as for :func:`save`; also what
+            ended the previous save, unless its handle has raised it.
+    """
+    with _telemetry.event("checkpoint", "async_save", text_of(path)) as running:
+        options = SaveOptions(threads, fsync, checksum, keep, max_staging_bytes)
+        saving = Saving(path, options)
+        ranks = group_of(group, no_dist, for_save=True)
+        mine, everyone = gather_inventory(state, ranks, before=_writer.finish_last)
+        transaction = saving.transaction
+        save_id = ranks.coordinate(transaction.begin)
+
+        def stage() -> None:
+            saving.check_shared(save_id)
+            _writer.start()
+            chunks = plan_chunks(mine, everyone, ranks)
+            plan = _writer.plan(chunks, everyone if ranks.is_coordinator else ())
+            running.size_bytes = int(plan.sizes.sum())
+            if max_staging_bytes is not None and running.size_bytes > max_staging_bytes:
+                raise ArgumentError(
+                    f"rank {ranks.global_rank}: the copy of its part needs {running.size_bytes} "
+                    f"bytes, and max_staging_bytes is {max_staging_bytes}; allow more, or use "
+                    "save()"
+                )
+            blocks = [mine.blocks[chunk.block] for chunk in chunks]
+            _writer.staging.copy(blocks, plan.starts, plan.sizes)
+
+        try:
+            ranks.together(stage)
+        except BaseException:
+            if ranks.is_coordinator:
+                transaction.discard()
+            raise
+        job = Job(
+            saving.path,
+            options,
+            save_id,
+            ranks.ranks,
+            ranks.rank,
+            mine.description.objects,
+            config.load(config.Checkpoint).commit_timeout_s,
+        )
+        handle = SaveHandle(saving.path, ranks.global_rank)
+        fds = transaction.hand_over() if ranks.is_coordinator else ()
+        _writer.submit(handle, job, fds)
+        transaction.release()
+        return handle

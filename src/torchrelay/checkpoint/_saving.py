@@ -7,6 +7,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import re
 import secrets
 import time
 from collections import defaultdict
@@ -17,20 +18,23 @@ from typing import Any, NamedTuple
 
 from torchrelay.checkpoint import _manifest
 from torchrelay.checkpoint._boxes import tiling_fault
-from torchrelay.checkpoint._catalog import check_keep, retain
-from torchrelay.checkpoint._failures import not_shared
-from torchrelay.checkpoint._plan import no_collection
-from torchrelay.checkpoint._storage import Path, open_transaction, split
+from torchrelay.checkpoint._catalog import check_keep, open_transaction, retain
+from torchrelay.checkpoint._storage import Path, split
+from torchrelay.checkpoint._tasks import no_collection
 from torchrelay.checkpoint._types import Box, DataFile, StatePath, TensorDescription
 from torchrelay.checkpoint._write import Data, Part, PlannedChunk, SaveOptions, write_part
-from torchrelay.errors import MismatchError, StorageError
+from torchrelay.errors import MismatchError, StorageError, TorchRelayError, to_json
 
 __all__ = [
     "Description",
     "Saving",
     "StateLayout",
     "assemble",
+    "described",
 ]
+
+
+_NAMES_RANK = re.compile(r"rank \d+: ")
 
 
 class Saving:
@@ -42,20 +46,21 @@ class Saving:
 
     def __init__(self, path: Path, options: SaveOptions) -> None:
         self._options = options
-        self._rule = check_keep(options.keep, path)
-        self.retains = self._rule is not None
+        check_keep(options.keep, path)
         self.transaction = open_transaction(path, fsync=options.fsync)
         self.path = self.transaction.location
 
-    def check_shared(self, seen_id: str, save_id: str) -> None:
-        """Check that the save that a rank sees under way is that of the coordinator.
+    def check_shared(self, save_id: str) -> None:
+        """Check that this rank finds the coordinator's save at its path.
 
         Raises:
-            StorageError: it is not.
+            StorageError: it does not.
         """
-        if seen_id != save_id:
+        if not self.transaction.is_marked(save_id):
             raise StorageError(
-                errno.EBUSY, f"another save is under way there; {not_shared(self.path)}"
+                errno.ENOENT,
+                f"this rank saves to {self.path}, but does not find the coordinator's save there: "
+                "all ranks must save to the same path, on storage that they share",
             )
 
     def write(
@@ -86,8 +91,8 @@ class Saving:
 
     def retain(self) -> None:
         """Remove what ``keep=`` does not keep. Coordinator only, after the commit."""
-        if self._rule is not None:
-            retain(self.path, self._rule)
+        if self._options.keep is not None:
+            retain(self.path, self._options.keep)
 
 
 @dataclass(frozen=True)
@@ -183,3 +188,13 @@ def assemble(
         paths=paths,
     )
     return data, {name: file.size_bytes for name, file in files.items()}
+
+
+def described(error: Exception, rank: int) -> dict[str, Any]:
+    """Return an error as JSON values, with a message that names the rank it happened on."""
+    found = to_json(error)
+    if not _NAMES_RANK.match(found["message"]):
+        found["message"] = f"rank {rank}: {found['message']}"
+    if not isinstance(error, TorchRelayError):
+        found["ranks"] = [rank]
+    return found

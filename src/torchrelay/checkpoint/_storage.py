@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from torchrelay.checkpoint._local import LocalFolder, LocalTransaction
-from torchrelay.checkpoint._remote import RemoteFolder, RemoteTransaction
 from torchrelay.checkpoint._types import Sizes
-from torchrelay.errors import ArgumentError
+from torchrelay.errors import ArgumentError, StorageError
 
 __all__ = [
     "Folder",
@@ -17,8 +16,7 @@ __all__ = [
     "Sink",
     "Transaction",
     "local_path",
-    "open_folder",
-    "open_transaction",
+    "removed_error",
     "split",
     "text_of",
 ]
@@ -106,18 +104,15 @@ class Transaction(Protocol):
     def begin(self) -> str:
         """Create the folder, and remove what an interrupted save has left. Coordinator only.
 
-        Returns the id of the save, which :meth:`seen_id` returns on every rank.
+        Returns the id of the save.
 
         Raises:
             StorageError: another save to this path is in progress, or the path cannot be written.
         """
 
-    def seen_id(self) -> str:
-        """Return the id of the save that is under way where this rank writes.
-
-        Raises:
-            StorageError: there is none: the path is another than the coordinator's, or on a file
-                system of its own.
+    def is_marked(self, save_id: str) -> bool:
+        """Return whether the path is marked as that of a save with this id. False where this rank's
+        path is another than the coordinator's, or on a file system of its own.
         """
 
     def create(self, name: str) -> Sink: ...
@@ -206,16 +201,10 @@ def split(path: Path) -> tuple[str, str]:
     return parent, name
 
 
-def open_folder(path: Path) -> Folder:
-    """Return the checkpoint folder at ``path``, which need not exist."""
-    local = local_path(path)
-    return RemoteFolder(text_of(path)) if local is None else LocalFolder(local)
-
-
-def open_transaction(path: Path, *, fsync: bool = True) -> Transaction:
-    """Return a save to ``path`` that has not started."""
-    split(path)
-    local = local_path(path)
-    if local is None:
-        return RemoteTransaction(text_of(path))
-    return LocalTransaction(local, fsync=fsync)
+def removed_error(location: str) -> StorageError:
+    """Return the error for a checkpoint that was removed while it was read."""
+    return StorageError(
+        errno.ENOENT,
+        f"{location}: the checkpoint was removed by retention (keep=) while it was read; load a "
+        "newer one",
+    )

@@ -5,16 +5,15 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import closing
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 
 from torchrelay._torch import flat_bytes
 from torchrelay.checkpoint._local import storage_errors
-from torchrelay.checkpoint._read import ChunkReader, ReadOptions, segments_of, within
+from torchrelay.checkpoint._read import ChunkReader, ReadOptions, Segment, segments_of, within
 from torchrelay.checkpoint._save import save
 from torchrelay.checkpoint._state import flatten, insert, key_of, leaf_path
 from torchrelay.checkpoint._types import Box
@@ -29,45 +28,62 @@ FORMATS = ("torchrelay", "dcp", "safetensors", "torch")
 _TORCH_STARTS = (b"PK\x03\x04", b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.")
 
 
-def read_state(path: str, wanted: Callable[[str], bool] = lambda key: True) -> dict[str, Any]:
+def read_state(path: str, prefix: str = "") -> dict[str, Any]:
     """Return the state of a checkpoint of any format, nested as it was saved, on the CPU.
 
     Args:
         path: a checkpoint of ours or of DCP, safetensors files, or a file of ``torch.save``.
-        wanted: called with each key; whether to read it.
+        prefix: only keys that begin with it are read; it is removed from them.
 
     Raises:
+        ArgumentError: no key begins with ``prefix``.
         CorruptionError: it is damaged.
         StorageError: there is none.
     """
     state: dict[str, Any] = {}
     if _is_torch_file(path):
-        for key, leaf in flatten(_read_torch(path)).items():
-            if wanted(key):
-                insert(state, leaf.path, leaf.value)
+        leaves = flatten(_read_torch(path))
+        for key in _keys(leaves, prefix, path):
+            insert(state, _without(prefix, leaves[key].path), leaves[key].value)
         return state
     reader = ChunkReader.open(
         path, ReadOptions(), lambda reader: reader.check_files(reader.manifest.files)
     )
     with closing(reader):
-        objects, tensors = reader.manifest.objects, reader.manifest.tensors
-        values = {key: decode(key, value) for key, value in objects.items() if wanted(key)}
-        entries = {key: entry for key, entry in tensors.items() if wanted(key)}
-        values |= {
-            key: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype.name))
-            for key, entry in entries.items()
-        }
-        reader.fill(
-            (
-                (segment, values[key][within(segment.inner, Box.whole(entry.shape))])
-                for key, entry in entries.items()
-                for segment in segments_of(key, entry, Box.whole(entry.shape))
-            ),
-            verify=True,
-        )
-        for key, value in values.items():
-            insert(state, leaf_path(reader.manifest.paths.get(key, (key,))), value)
+        manifest = reader.manifest
+        targets: list[tuple[Segment, torch.Tensor]] = []
+        for key in _keys({**manifest.objects, **manifest.tensors}, prefix, path):
+            if key in manifest.objects:
+                value = decode(key, manifest.objects[key])
+            else:
+                entry = manifest.tensors[key]
+                value = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype.name))
+                whole = Box.whole(entry.shape)
+                segments = segments_of(key, entry, whole)
+                targets += [(one, value[within(one.inner, whole)]) for one in segments]
+            insert(state, _without(prefix, leaf_path(manifest.paths.get(key, (key,)))), value)
+        reader.fill(targets, verify=True)
         return state
+
+
+def _keys(keys: Mapping[str, Any], prefix: str, path: str) -> list[str]:
+    found = [key for key in keys if key.startswith(prefix)]
+    if keys and not found:
+        shown = ", ".join(map(repr, [*keys][:3]))
+        raise ArgumentError(
+            f"{path}: no key begins with {prefix!r}; its {len(keys)} keys begin with {shown}"
+        )
+    return found
+
+
+def _without(prefix: str, path: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return a path whose key begins with ``prefix``, without it."""
+    if not prefix:
+        return path
+    for count in range(1, len(path)):
+        if f"{key_of(path[:count])}." == prefix:
+            return path[count:]
+    return (key_of(path).removeprefix(prefix),)
 
 
 def _is_torch_file(path: str) -> bool:
@@ -89,13 +105,7 @@ def _read_torch(path: str) -> dict[str, Any]:
 
 
 def convert(
-    source: str,
-    target: str,
-    to: str,
-    max_file_bytes: int,
-    *,
-    prefix: str = "",
-    keys: Sequence[str] = (),
+    source: str, target: str, to: str, max_file_bytes: int, *, prefix: str = ""
 ) -> list[str]:
     """Write the state of ``source`` to ``target`` in another format.
 
@@ -105,33 +115,19 @@ def convert(
         to: one of :data:`FORMATS`. Safetensors files hold tensors only.
         max_file_bytes: safetensors files larger than this are split, with an index beside them.
         prefix: only keys that begin with it are written, with it removed.
-        keys: patterns (``*``, ``?``, ``[]``); only keys that match one are written.
 
     Returns:
         the keys of values that are left out, because the format holds tensors only.
 
     Raises:
-        ArgumentError: the format is unknown, ``target`` exists, no key is left to write, or the
-        state holds what the format cannot.
+        ArgumentError: the format is unknown, ``target`` exists, no key begins with ``prefix``, or
+        the state holds what the format cannot.
     """
     if to not in FORMATS:
         raise ArgumentError(f"--to {to}: it must be one of {', '.join(FORMATS)}")
     if os.path.exists(target):
         raise ArgumentError(f"{target} exists already; choose another name")
-    seen: list[str] = []
-
-    def wanted(key: str) -> bool:
-        seen.append(key)
-        matches = not keys or any(fnmatchcase(key, pattern) for pattern in keys)
-        return matches and key.startswith(prefix)
-
-    state = _without_prefix(read_state(source, wanted), prefix)
-    if not state:
-        shown = ", ".join(map(repr, seen[:3]))
-        raise ArgumentError(
-            f"{source}: nothing to convert: no key matches --prefix and --keys; its {len(seen)} "
-            f"keys begin with {shown}"
-        )
+    state = read_state(source, prefix)
     if to == "torchrelay":
         save(state, target, no_dist=True)
     elif to == "torch":
@@ -142,18 +138,6 @@ def convert(
     else:
         return _write_safetensors(state, target, max_file_bytes)
     return []
-
-
-def _without_prefix(state: dict[str, Any], prefix: str) -> dict[str, Any]:
-    """Return a state whose keys all begin with ``prefix``, without it."""
-    if not prefix:
-        return state
-    found: dict[str, Any] = {}
-    for key, leaf in flatten(state).items():
-        heads = (f"{key_of(leaf.path[:count])}." for count in range(1, len(leaf.path)))
-        depth = next((count for count, head in enumerate(heads, 1) if head == prefix), None)
-        insert(found, leaf.path[depth:] if depth else (key[len(prefix) :],), leaf.value)
-    return found
 
 
 def _write_dcp(state: dict[str, Any], target: str) -> None:
@@ -186,8 +170,8 @@ def _write_safetensors(state: dict[str, Any], target: str, max_file_bytes: int) 
         tensors[key] = tensor
     if not tensors:
         raise ArgumentError(
-            f"{left_out[0]} is not a tensor, nor is anything else here, and safetensors files hold "
-            "tensors only"
+            "there is no tensor to write, and safetensors files hold tensors only; it has "
+            f"{', '.join(left_out[:3])}"
         )
     groups = grouped(tensors, (tensor.nbytes for tensor in tensors.values()), max_file_bytes)
     with storage_errors(f"writing {target}"):
@@ -231,19 +215,18 @@ def _difference(one: Any, other: Any, rtol: float, atol: float) -> str | None:
         return f"{one.dtype} {list(one.shape)} and {other.dtype} {list(other.shape)}"
     if not one.numel():
         return None
-    bits, others = (flat_bytes(t.contiguous()) for t in (one, other))
+    bits, others = (flat_bytes(t.contiguous()).reshape(t.numel(), -1) for t in (one, other))
     if torch.equal(bits, others):
         return None
+    differs = (bits != others).any(1)
     wide = torch.complex128 if one.is_complex() else torch.float64
-    gap = (one.to(wide) - other.to(wide)).abs()
-    within = gap <= atol + rtol * other.to(wide).abs()
-    if (rtol or atol) and bool(within.all()):
+    first, second = (t.to(wide).flatten() for t in (one, other))
+    gap = (first - second).abs()
+    if rtol or atol:
+        differs &= ~(gap <= atol + rtol * second.abs())
+    if not differs.any():
         return None
-    count = (
-        int((~within).sum())
-        if (rtol or atol)
-        else int((bits != others).reshape(one.numel(), -1).any(1).sum())
-    )
     return (
-        f"{count} of {one.numel()} elements differ, at most by {float(gap.nan_to_num().max()):.3g}"
+        f"{int(differs.sum())} of {one.numel()} elements differ, at most by "
+        f"{float(gap.nan_to_num().max()):.3g}"
     )

@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from torchrelay.errors import ArgumentError
+
 __all__ = [
     "BLOCK_BYTES",
     "DATA_NAME",
@@ -34,6 +36,7 @@ __all__ = [
     "StatePath",
     "TensorDescription",
     "TensorEntry",
+    "check_count",
 ]
 
 MANIFEST = "manifest.json"
@@ -85,6 +88,12 @@ _TABLE = [
 DTYPES: Mapping[str, Dtype] = {dtype.name: dtype for dtype in _TABLE}
 
 
+def check_count(name: str, value: int | None) -> None:
+    """Raise ArgumentError if ``value`` is less than 1; None stands for a default."""
+    if value is not None and value < 1:
+        raise ArgumentError(f"{name} must be at least 1, not {value}")
+
+
 class Box(NamedTuple):
     """A block of a tensor: its first element in each dimension, and its extent."""
 
@@ -120,15 +129,14 @@ class TensorDescription(NamedTuple):
 class Chunk(NamedTuple):
     """A box of a tensor, stored in one piece.
 
-    ``name`` is the tensor's name inside the data file, ``start`` the byte of ``file`` at which it
-    begins. ``checksums`` holds the CRC32C of each block of :attr:`Manifest.block_bytes` bytes, 4
-    little-endian bytes each; it is empty if the checkpoint was written without checksums.
-    ``strides``, in elements, are given where the order is not row-major, as DCP may store it.
+    ``start`` is the byte of ``file`` at which it begins. ``checksums`` holds the CRC32C of each
+    block of :attr:`Manifest.block_bytes` bytes, 4 little-endian bytes each; it is empty if the
+    checkpoint was written without checksums. ``strides``, in elements, are given where the order is
+    not row-major, as DCP may store it.
     """
 
     box: Box
     file: str
-    name: str
     start: int
     size_bytes: int
     checksums: bytes = b""
@@ -147,8 +155,7 @@ class TensorEntry(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-@dataclass(frozen=True)
-class DataFile:
+class DataFile(NamedTuple):
     """A safetensors file of the checkpoint. ``header_crc32c`` covers the bytes before the first
     tensor.
     """
@@ -193,7 +200,6 @@ class Manifest:
     """
 
     id: str
-    saved_at_ns: int
     world_size: int
     files: Mapping[str, DataFile]
     tensors: Mapping[str, TensorEntry]

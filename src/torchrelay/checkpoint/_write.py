@@ -6,9 +6,7 @@ one).
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -16,15 +14,11 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from torchrelay import _native
-from torchrelay.checkpoint._catalog import Keep
 from torchrelay.checkpoint._data_file import PADDING, lay_out
-from torchrelay.checkpoint._linux import memory_at
 from torchrelay.checkpoint._manifest import chunk_text
-from torchrelay.checkpoint._plan import no_collection
 from torchrelay.checkpoint._storage import Sink, Transaction
-from torchrelay.checkpoint._threads import run_tasks, usable_threads
-from torchrelay.checkpoint._types import BLOCK_BYTES, Box, DataFile, Dtype
-from torchrelay.errors import ArgumentError
+from torchrelay.checkpoint._tasks import memory_at, no_collection, run_tasks, usable_threads
+from torchrelay.checkpoint._types import BLOCK_BYTES, Box, DataFile, Dtype, check_count
 
 __all__ = [
     "MAX_STAGING_BYTES",
@@ -33,7 +27,6 @@ __all__ = [
     "Part",
     "PlannedChunk",
     "SaveOptions",
-    "check_count",
     "grouped",
     "write_part",
 ]
@@ -49,12 +42,6 @@ Task = Callable[[], None]
 # The bytes of a chunk: their address, or a function that returns a copy of them when it is needed.
 Data = int | Callable[[], memoryview]
 T = TypeVar("T")
-
-
-def check_count(name: str, value: int | None) -> None:
-    """Raise ArgumentError if ``value`` is less than 1; None stands for a default."""
-    if value is not None and value < 1:
-        raise ArgumentError(f"{name} must be at least 1, not {value}")
 
 
 class PlannedChunk(NamedTuple):
@@ -92,13 +79,12 @@ class ChunkRecord(NamedTuple):
 @dataclass
 class Part:
     """What one rank has written, for the coordinator. With DCP's planner also its encoded values by
-    key, and the id of the save that it has seen.
+    key.
     """
 
     files: dict[str, DataFile] = field(default_factory=dict)
     chunks: list[ChunkRecord] = field(default_factory=list)
     objects: dict[str, Any] = field(default_factory=dict)
-    seen_id: str = ""
 
 
 @dataclass(frozen=True)
@@ -112,11 +98,12 @@ class SaveOptions:
     threads: int | None = None
     fsync: bool = True
     checksum: bool = True
-    keep: int | Keep | None = None
+    keep: int | None = None
     max_staging_bytes: int | None = MAX_STAGING_BYTES
 
     def __post_init__(self) -> None:
         check_count("threads", self.threads)
+        check_count("keep", self.keep)
         check_count("max_staging_bytes", self.max_staging_bytes)
 
 
@@ -135,14 +122,20 @@ def write_part(
     Raises:
         StorageError: a file cannot be written.
     """
-    budget = _Budget(options.max_staging_bytes or MAX_STAGING_BYTES)
-    threads = usable_threads(options.threads)
+    copied = (
+        chunk.size_bytes
+        for chunk, source in zip(chunks, data, strict=True)
+        if not isinstance(source, int)
+    )
+    # Each thread copies one chunk at a time.
+    copies = (options.max_staging_bytes or MAX_STAGING_BYTES) // max(copied, default=1)
+    threads = min(usable_threads(options.threads), max(1, copies))
     with no_collection():
         sizes = (chunk.size_bytes for chunk in chunks)
         groups = grouped(zip(chunks, data, strict=True), sizes, transaction.max_file_bytes)
         names = [f"data-{rank:05d}-{number:05d}.safetensors" for number in range(len(groups))]
         writers = [
-            _FileWriter(transaction, name, group, options.checksum, budget)
+            _FileWriter(transaction, name, group, options.checksum)
             for name, group in zip(names, groups, strict=True)
         ]
     try:
@@ -170,28 +163,6 @@ def grouped(items: Iterable[T], sizes: Iterable[int], limit_bytes: int) -> list[
     return groups
 
 
-class _Budget:
-    """A memory budget that threads share: each waits until what it needs is free."""
-
-    def __init__(self, limit_bytes: int) -> None:
-        self._limit = limit_bytes
-        self._spent = 0
-        self._changed = threading.Condition()
-
-    @contextmanager
-    def spent(self, size_bytes: int) -> Iterator[None]:
-        size_bytes = min(size_bytes, self._limit)
-        with self._changed:
-            self._changed.wait_for(lambda: self._spent + size_bytes <= self._limit)
-            self._spent += size_bytes
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._spent -= size_bytes
-                self._changed.notify_all()
-
-
 class _FileWriter:
     """One data file: its layout, and the tasks that write it."""
 
@@ -201,10 +172,8 @@ class _FileWriter:
         name: str,
         chunks: Sequence[tuple[PlannedChunk, Data]],
         checksum: bool,
-        budget: _Budget,
     ) -> None:
         self.name = name
-        self._budget = budget
         self._transaction = transaction
         self._chunks = [chunk for chunk, _ in chunks]
         self._data = [data for _, data in chunks]
@@ -218,22 +187,15 @@ class _FileWriter:
 
     def start(self, progress: Progress | None) -> list[Task]:
         """Return what writes the file; all of it must be done before :meth:`finish`."""
-        if self._transaction.sequential:
-            return [partial(self._write_in_order, progress)]
-        self._create()
-        return [*self._tasks(progress)]
-
-    def _create(self) -> None:
-        self._sink = self._transaction.create(self.name)
-        self._sink.write(0, memoryview(self._layout.header))
-
-    def _write_in_order(self, progress: Progress | None) -> None:
-        self._create()
-        for write in self._tasks(progress):
-            write()
+        tasks = self._tasks(progress)
+        return [partial(_run_in_order, tasks)] if self._transaction.sequential else [*tasks]
 
     def _tasks(self, progress: Progress | None) -> Iterator[Task]:
-        """Yield what writes the file, in its order: small chunks together, large ones in pieces."""
+        """Create the file and yield what writes it, in its order: small chunks together, large ones
+        in pieces.
+        """
+        self._sink = self._transaction.create(self.name)
+        self._sink.write(0, memoryview(self._layout.header))
         together: list[int] = []
         first = 0  # byte of the file at which they begin
         for index in self._layout.order.tolist():
@@ -260,13 +222,12 @@ class _FileWriter:
         """Write small chunks that follow one another, from a copy of them."""
         data = [self._data[index] for index in indices]
         sizes = np.array([self._chunks[index].size_bytes for index in indices], np.uint64)
-        with self._budget.spent(int(sizes.sum())):
-            copies = [one if isinstance(one, int) else np.frombuffer(one(), "u1") for one in data]
-            sources = [one if isinstance(one, int) else one.ctypes.data for one in copies]
-            first = self._layout.starts[indices[0]]
-            packed = np.zeros(self._layout.ends[indices[-1]] - first, np.uint8)
-            targets = (packed.ctypes.data + self._layout.starts[indices] - first).astype(np.uint64)
-            _native.copy_memory(targets, np.array(sources, np.uint64), sizes)
+        copies = [one if isinstance(one, int) else np.frombuffer(one(), "u1") for one in data]
+        sources = [one if isinstance(one, int) else one.ctypes.data for one in copies]
+        first = self._layout.starts[indices[0]]
+        packed = np.zeros(self._layout.ends[indices[-1]] - first, np.uint8)
+        targets = (packed.ctypes.data + self._layout.starts[indices] - first).astype(np.uint64)
+        _native.copy_memory(targets, np.array(sources, np.uint64), sizes)
         if self._checksum:
             found = _native.crc32c_of_memory(targets, sizes)
             for place, index in enumerate(indices):
@@ -278,15 +239,13 @@ class _FileWriter:
 
     def _write_piece(self, index: int, first: int, end: int, progress: Progress | None) -> None:
         data, start = self._data[index], int(self._layout.starts[index])
-        is_copied = not isinstance(data, int)
-        with self._budget.spent(end - first if is_copied else 0):
-            view = memory_at(data + first, end - first) if isinstance(data, int) else data()
-            if self._checksum:
-                found = _native.crc32c_blocks(view, BLOCK_BYTES)
-                place = first // BLOCK_BYTES * 4
-                self._checksums[index][place : place + len(found)] = found  # type: ignore[index]
-            assert self._sink is not None
-            self._sink.write(start + first, view.cast("B"))
+        view = memory_at(data + first, end - first) if isinstance(data, int) else data()
+        if self._checksum:
+            found = _native.crc32c_blocks(view, BLOCK_BYTES)
+            place = first // BLOCK_BYTES * 4
+            self._checksums[index][place : place + len(found)] = found  # type: ignore[index]
+        assert self._sink is not None
+        self._sink.write(start + first, view.cast("B"))
         if progress is not None:
             progress(end - first)
 
@@ -308,6 +267,11 @@ class _FileWriter:
             found = self._checksums[index] if self._checksum else b""
             text = chunk_text(chunk.box, self.name, name, start, found, chunk.size_bytes)
             yield ChunkRecord(chunk.keys, chunk.box, text)
+
+
+def _run_in_order(tasks: Iterable[Task]) -> None:
+    for task in tasks:
+        task()
 
 
 def _unique(names: Sequence[str]) -> list[str]:

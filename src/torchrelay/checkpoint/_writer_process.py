@@ -15,7 +15,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -23,8 +23,7 @@ from numpy.typing import NDArray
 
 from torchrelay import _native
 from torchrelay._helper import Channel
-from torchrelay.checkpoint._failures import described
-from torchrelay.checkpoint._saving import Description, Saving
+from torchrelay.checkpoint._saving import Description, Saving, described
 from torchrelay.checkpoint._types import Box, DataFile
 from torchrelay.checkpoint._write import ChunkRecord, Part, PlannedChunk, SaveOptions
 from torchrelay.errors import OperationTimeoutError, PeerLostError, from_json
@@ -140,13 +139,18 @@ class _Writing:
         return f"torchrelay-part-{index:05d}.json"
 
     def _coordinate(self) -> None:
-        outcomes = {0: self._outcome()}
-        self._until(lambda: self._collect(outcomes), lambda: self._missing(outcomes))
-        parts = []
-        for index in range(len(self._job.ranks)):
-            if "error" in outcomes[index]:
-                raise from_json(outcomes[index]["error"])
-            parts.append(_part(outcomes[index]))
+        ranks, outcomes = self._job.ranks, {0: self._outcome()}
+
+        def missing() -> list[int]:
+            for index in range(1, len(ranks)):
+                if index not in outcomes:
+                    note = self._transaction.read_note(self._note(index))
+                    if note is not None:
+                        outcomes[index] = json.loads(note)
+            return [rank for index, rank in enumerate(ranks) if index not in outcomes]
+
+        self._wait(missing)
+        parts = [_part(outcomes[index]) for index in range(len(ranks))]
         self._saving.commit(self._plan.everyone, parts, self._job.save_id)
 
     def _outcome(self) -> dict[str, Any]:
@@ -158,36 +162,23 @@ class _Writing:
             part = self._saving.write(self._job.rank, self._plan.chunks, data)
         except Exception as error:
             return {"error": described(error, self._job.rank)}
-        files = {name: asdict(file) for name, file in part.files.items()}
-        return {"files": files, "chunks": part.chunks}
-
-    def _collect(self, outcomes: dict[int, dict[str, Any]]) -> bool:
-        for index in range(1, len(self._job.ranks)):
-            if index not in outcomes:
-                note = self._transaction.read_note(self._note(index))
-                if note is not None:
-                    outcomes[index] = json.loads(note)
-        return len(outcomes) == len(self._job.ranks)
-
-    def _missing(self, outcomes: dict[int, dict[str, Any]]) -> list[int]:
-        return [rank for index, rank in enumerate(self._job.ranks) if index not in outcomes]
+        return {"files": part.files, "chunks": part.chunks}
 
     def _await_commit(self) -> None:
-        save_id = self._job.save_id
-        self._until(lambda: not self._transaction.under_way(save_id), lambda: [self._job.ranks[0]])
-        if self._transaction.committed_id() != self._job.save_id:
-            coordinator = self._job.ranks[0]
+        save_id, coordinator = self._job.save_id, self._job.ranks[0]
+        self._wait(lambda: [coordinator] if self._transaction.under_way(save_id) else [])
+        if self._transaction.committed_id() != save_id:
             raise PeerLostError(
                 f"{self._job.path}: the checkpoint was discarded; look at the output of rank "
                 f"{coordinator}, which coordinates the save, for the reason",
                 ranks=(coordinator,),
             )
 
-    def _until(self, condition: Callable[[], bool], missing: Callable[[], list[int]]) -> None:
+    def _wait(self, missing: Callable[[], list[int]]) -> None:
+        """Wait until no ranks are ``missing``."""
         deadline = time.monotonic() + self._job.timeout_s
-        while not condition():
+        while ranks := missing():
             if time.monotonic() > deadline:
-                ranks = missing()
                 raise OperationTimeoutError(
                     f"{self._job.path}: the writers of ranks {ranks} did not finish their parts "
                     f"within {self._job.timeout_s:g} s; the checkpoint is discarded",
@@ -197,11 +188,14 @@ class _Writing:
 
 
 def _part(outcome: dict[str, Any]) -> Part:
+    """Return what a rank has written, or raise its error, from JSON."""
+    if "error" in outcome:
+        raise from_json(outcome["error"])
     chunks = [
         ChunkRecord(tuple(keys), Box(tuple(offsets), tuple(sizes)), text)
         for keys, (offsets, sizes), text in outcome["chunks"]
     ]
-    return Part({name: DataFile(**file) for name, file in outcome["files"].items()}, chunks)
+    return Part({name: DataFile(*file) for name, file in outcome["files"].items()}, chunks)
 
 
 if __name__ == "__main__":

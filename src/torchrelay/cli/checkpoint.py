@@ -16,9 +16,6 @@ __all__ = ["app"]
 app = typer.Typer(no_args_is_help=True, help="Look into, check, convert and compare checkpoints.")
 
 _PATH = typer.Argument(help="A checkpoint: a folder, a safetensors file, or an fsspec URL.")
-_KEYS = typer.Option(
-    None, help="Write only keys that match this pattern, such as 'model.*'; may be repeated."
-)
 
 
 @app.command()
@@ -90,7 +87,6 @@ def convert(
     target: str = typer.Argument(help="What to write; it must not be there yet."),
     to: str = typer.Option("torchrelay", help="torchrelay, dcp, safetensors or torch."),
     prefix: str = typer.Option("", help="Write only keys that begin with it, and strip it."),
-    keys: list[str] | None = _KEYS,
     max_file_gb: float = typer.Option(5.0, help="Safetensors files larger than this are split."),
 ) -> None:
     """Write a checkpoint in another format. The whole state must fit into memory."""
@@ -98,9 +94,7 @@ def convert(
 
     if max_file_gb <= 0:
         raise ArgumentError(f"--max-file-gb {max_file_gb:g}: it must be more than 0")
-    left_out = convert_to(
-        source, target, to, int(max_file_gb * 1e9), prefix=prefix, keys=keys or ()
-    )
+    left_out = convert_to(source, target, to, int(max_file_gb * 1e9), prefix=prefix)
     typer.echo(f"{target}: written")
     if left_out:
         shown = ", ".join(left_out[:3]) + (", ..." if len(left_out) > 3 else "")

@@ -20,9 +20,9 @@ import torch
 
 from torchrelay import errors
 from torchrelay.checkpoint import Reader, Writer, latest, load, save, verify
-from torchrelay.checkpoint._failures import described
+from torchrelay.checkpoint._catalog import open_transaction
 from torchrelay.checkpoint._local import LocalTransaction
-from torchrelay.checkpoint._storage import open_transaction
+from torchrelay.checkpoint._saving import described
 from torchrelay.checkpoint._tools import read_state
 from torchrelay.deferred import deferred_init, is_deferred
 from torchrelay.errors import (

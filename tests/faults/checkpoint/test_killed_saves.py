@@ -20,8 +20,8 @@ import pytest
 import torch
 
 from torchrelay import _helper
-from torchrelay.checkpoint import _async, _writer_process, async_save, latest, load, save, verify
-from torchrelay.checkpoint._catalog import Keep, retain
+from torchrelay.checkpoint import _save, _writer_process, async_save, latest, load, save, verify
+from torchrelay.checkpoint._catalog import retain
 from torchrelay.checkpoint._staging import Staging
 from torchrelay.errors import PeerLostError
 from torchrelay.world import World
@@ -133,7 +133,7 @@ def _async_saver(world: World, path: str, step: int, moment: int) -> bool:
     except PeerLostError:
         return False
     finally:
-        _async._writer.close()
+        _save._writer.close()
     return True
 
 
@@ -163,7 +163,7 @@ def test_a_writer_process_killed_at_every_kind_of_moment(
 
 def _retire(world: World, path: str, moment: int) -> None:
     with _death_at(moment):
-        retain(path, Keep(1))
+        retain(path, 1)
 
 
 def test_retention_killed_at_each_of_its_moments(
@@ -215,7 +215,7 @@ def test_a_writer_that_dies_after_the_copy_is_reported(
 
     def copy_and_kill(self: Any, *args: Any) -> Any:
         copied = copy(self, *args)
-        helper = _async._writer.helper
+        helper = _save._writer.helper
         assert helper is not None
         helper.kill()
         return copied
@@ -228,4 +228,4 @@ def test_a_writer_that_dies_after_the_copy_is_reported(
     async_save(_state(1), tmp_path / "step-1").result(60)
     verify(tmp_path / "step-1")
     assert latest(tmp_path) == str(tmp_path / "step-1")
-    _async._writer.close()
+    _save._writer.close()

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from torchrelay.checkpoint import async_save, latest, load, save, verify
-from torchrelay.checkpoint._async import _writer
+from torchrelay.checkpoint._save import _writer
 from torchrelay.errors import ArgumentError, OperationTimeoutError, PeerLostError, StorageError
 from torchrelay.world import World
 
@@ -77,7 +77,7 @@ def test_a_save_of_the_same_layout_uses_the_plan_of_the_last_one(tmp_path: Path)
     plans = []
     for number, state in enumerate(states):
         async_save(state, tmp_path / f"x{number}").result(60)
-        plans.append(_writer._sent)
+        plans.append(_writer._plan)
     assert [one is other for one, other in itertools.pairwise(plans)] == [False, True, False, False]
     for number, state in enumerate(states):
         assert verify(tmp_path / f"x{number}")

@@ -149,7 +149,7 @@ def _small() -> dict[str, Any]:
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_examples_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from torchrelay.checkpoint._async import _writer
+    from torchrelay.checkpoint._save import _writer
 
     monkeypatch.chdir(tmp_path)
     names = _small()

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from torchrelay.checkpoint import async_save, latest, load, save, verify
-from torchrelay.checkpoint._async import _writer
-from torchrelay.checkpoint._storage import open_transaction
+from torchrelay.checkpoint._catalog import open_transaction
+from torchrelay.checkpoint._save import _writer
 from torchrelay.errors import CorruptionError, StorageError
 from torchrelay.world import World
 

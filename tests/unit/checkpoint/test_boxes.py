@@ -14,9 +14,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchrelay.checkpoint._boxes import BoxIndex, contiguous_runs, intersection, tiling_fault
-from torchrelay.checkpoint._plan import Held, deal, deal_blocks
-from torchrelay.checkpoint._read import Segment, _parts, _pieces, _span, segments_of, within
+from torchrelay.checkpoint._inventory import deal
+from torchrelay.checkpoint._read import (
+    Segment,
+    _parts,
+    _pieces,
+    _span,
+    deal_blocks,
+    segments_of,
+    within,
+)
 from torchrelay.checkpoint._types import DTYPES, Box, Chunk, TensorEntry
+from torchrelay.checkpoint._write import PlannedChunk
 
 _property = settings(max_examples=60, deadline=None, derandomize=True, database=None)
 
@@ -53,7 +62,7 @@ def test_every_element_is_read_exactly_once(data: st.DataObject) -> None:
     shape, boxes = data.draw(tilings())
     assert tiling_fault(shape, boxes) is None
     wanted = data.draw(boxes_in(shape))
-    chunks = tuple(Chunk(box, "f", "n", 0, 4 * box.numel) for box in boxes)
+    chunks = tuple(Chunk(box, "f", 0, 4 * box.numel) for box in boxes)
     entry = TensorEntry(DTYPES["float32"], shape, chunks)
     count = torch.zeros(shape, dtype=torch.int64)
     for segment in segments_of("k", entry, wanted):
@@ -93,7 +102,7 @@ def test_a_part_is_where_the_storage_has_it(data: st.DataObject) -> None:
     segment = Segment(
         "k",
         TensorEntry(DTYPES["int64"], shape, ()),
-        Chunk(outer, "f", "n", 0, 8 * outer.numel, strides=strides),
+        Chunk(outer, "f", 0, 8 * outer.numel, strides=strides),
         inner,
     )
     start, end = _span(segment.entry, segment.chunk, inner)
@@ -154,12 +163,16 @@ def test_what_does_not_tile_is_named() -> None:
 def test_each_chunk_is_written_by_one_of_its_holders(
     shapes: list[tuple[int, tuple[int, ...]]],
 ) -> None:
-    chunks = [Held((f"k{i}",), size, holders, i) for i, (size, holders) in enumerate(shapes)]
+    whole = Box((), ())
+    chunks = [
+        (PlannedChunk((f"k{i}",), DTYPES["uint8"], (), whole, size, i), holders)
+        for i, (size, holders) in enumerate(shapes)
+    ]
     written: Counter[int] = Counter()
     loads: dict[tuple[int, ...], dict[int, int]] = {}
     for rank in range(6):
-        mine = deal([chunk for chunk in chunks if rank in chunk.holders], rank)
-        for i in mine:
+        for chunk in deal([one for one in chunks if rank in one[1]], rank):
+            i = chunk.block
             assert rank in shapes[i][1]
             written[i] += 1
             loads.setdefault(shapes[i][1], {}).setdefault(rank, 0)

@@ -22,7 +22,9 @@ import torch
 from torchrelay import _native
 from torchrelay.checkpoint import latest, load, save, verify
 from torchrelay.checkpoint._local import LocalFolder
+from torchrelay.checkpoint._saving import Saving
 from torchrelay.checkpoint._types import DTYPES
+from torchrelay.checkpoint._write import SaveOptions
 from torchrelay.deferred import deferred_init, is_deferred
 from torchrelay.errors import ArgumentError, CorruptionError, MismatchError, StorageError
 
@@ -438,23 +440,31 @@ def test_dcp_checkpoint_id_and_keep(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_a_rank_that_wrote_into_another_save_is_refused(tmp_path: Path) -> None:
+def test_a_rank_that_wrote_elsewhere_is_refused(tmp_path: Path) -> None:
     import torch.distributed.checkpoint as dcp
 
     from torchrelay.checkpoint import Writer
 
     class Elsewhere(Writer):
         def write_data(self, plan: Any, planner: Any) -> Any:
-            lock = tmp_path / ".x.torchrelay-lock"
-            own = lock.read_bytes()
-            lock.write_bytes(b"0123456789abcdef")
             written = super().write_data(plan, planner)
-            lock.write_bytes(own)
+            (tmp_path / ".x.torchrelay-saving" / "data-00000-00000.safetensors").unlink()
             return written
 
-    with pytest.raises(dcp.CheckpointException, match="storage that they share"):
+    with pytest.raises(dcp.CheckpointException, match="on a file system that all ranks share"):
         dcp.save({"w": torch.ones(3)}, storage_writer=Elsewhere(tmp_path / "x"))
     assert not list(tmp_path.iterdir())
+
+
+def test_a_rank_that_finds_another_save_is_refused(tmp_path: Path) -> None:
+    saving = Saving(tmp_path / "x", SaveOptions())
+    save_id = saving.transaction.begin()
+    saving.check_shared(save_id)
+    with pytest.raises(StorageError, match="on storage that they share"):
+        saving.check_shared("of another save")
+    with pytest.raises(StorageError, match="on storage that they share"):
+        Saving(tmp_path / "y", SaveOptions()).check_shared(save_id)
+    saving.transaction.discard()
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -164,12 +164,12 @@ CASES: dict[str, tuple[Callable[[Path], None], str, str]] = {
     "version-newer": (
         _edited(lambda d: d.update(version=2)),
         "UnsupportedError",
-        "version 2.*update TorchRelay",
+        "version 2.*reads version 1",
     ),
     "version-older": (
         _edited(lambda d: d.update(version=0)),
         "UnsupportedError",
-        "version 0.*convert",
+        "version 0.*reads version 1",
     ),
     "path-traversal": (_edited(_traversal), "CorruptionError", "not the name of a data file"),
     "symlink": (_symlink, "CorruptionError", f"{DATA}: a symbolic link"),
@@ -197,7 +197,7 @@ CASES: dict[str, tuple[Callable[[Path], None], str, str]] = {
     "negative-size": (
         _edited(lambda d: _chunk(d).update(sizes=[-6, -10])),
         "CorruptionError",
-        "'sizes' of a chunk of tensor 'weight'",
+        "'weight'.*out of range",
     ),
     "chunk-in-unlisted-file": (
         _edited(lambda d: _chunk(d).update(file="data-00009-00000.safetensors")),
@@ -207,7 +207,7 @@ CASES: dict[str, tuple[Callable[[Path], None], str, str]] = {
     "chunk-without-bytes": (
         _edited(lambda d: _chunk(d).pop("bytes")),
         "CorruptionError",
-        "a chunk of tensor 'weight' lacks 'bytes'",
+        "tensor 'weight' lacks 'bytes'",
     ),
     "checksums-cut": (
         _edited(lambda d: _chunk(d).update(crc32c="AAA=")),
@@ -217,7 +217,7 @@ CASES: dict[str, tuple[Callable[[Path], None], str, str]] = {
     "checksums-not-base64": (
         _edited(lambda d: _chunk(d).update(crc32c="####AA==")),
         "CorruptionError",
-        "'crc32c' of a chunk of tensor 'weight' is not base64",
+        "tensor 'weight' is damaged",
     ),
     "header-claims-gigabytes": (
         _edited(lambda d: d["files"][DATA].update(header_bytes=10**12, size_bytes=2 * 10**12)),

@@ -1,12 +1,17 @@
-"""Threads that read or write files. Imports no torch."""
+"""How reading and writing is run: in threads, on memory by its address, without the garbage
+collector. Imports no torch.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
-__all__ = ["run_tasks", "usable_threads"]
+__all__ = ["memory_at", "no_collection", "run_tasks", "usable_threads"]
 
 
 def usable_threads(threads: int | None) -> int:
@@ -44,3 +49,23 @@ def run_tasks(tasks: Sequence[Callable[[], None]], threads: int) -> None:
         first = errors[min(errors)]
         errors.clear()  # whose tracebacks refer to the frames that have `errors`
         raise first
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Pause the garbage collector, which would visit every object of the process again and again.
+
+    Planning makes many objects, and none with cycles. Also a decorator.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def memory_at(address: int, size_bytes: int) -> memoryview:
+    """Return a writable view of memory of this process, which the caller keeps alive."""
+    return memoryview((ctypes.c_char * size_bytes).from_address(address)).cast("B")
