@@ -49,10 +49,7 @@ class DeviceMemory(Protocol):
         """Return a new descriptor for another process; the caller closes it.
 
         A descriptor exported with `read_only` cannot be mapped writable where the device enforces
-        it.
-
-        Raises:
-            ArgumentError: this mapping is read-only and `read_only` is false.
+        it. Of a read-only mapping, only such descriptors are exported.
         """
 
     def nowhere(self) -> int:

@@ -74,7 +74,7 @@ class CudaMemory:
             SegmentError: the driver refuses; out of memory, in most cases.
         """
         driver = load_driver()
-        device = _with_index(device)
+        device = torch.device(device.type, device.index or 0)
         _use_primary_context(driver, device)
         properties = driver.CUmemAllocationProp()
         properties.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
@@ -93,7 +93,6 @@ class CudaMemory:
     ) -> CudaMemory:
         """Map the allocation behind `descriptor`, which the caller keeps and closes."""
         driver = load_driver()
-        device = _with_index(device)
         _use_primary_context(driver, device)
         handle = _call(driver, "cuMemImportFromShareableHandle", descriptor, _posix(driver))
         return cls(driver, handle, size_bytes, device, read_only=read_only)
@@ -109,8 +108,6 @@ class CudaMemory:
         """
         if self._mapping is None:
             raise ArgumentError("the shared cache is closed")
-        if self.read_only and not read_only:
-            raise ArgumentError("this mapping is read-only; export it with read_only=True")
         descriptor: int = _call(
             self._driver, "cuMemExportToShareableHandle", self._handle, _posix(self._driver), 0
         )
@@ -158,7 +155,7 @@ class CudaLink:
 
     def __init__(self, arena: torch.Tensor, device: torch.device) -> None:
         self._driver = load_driver()
-        self._device = _with_index(device)
+        self._device = device
         self._address = arena.data_ptr()
         _use_primary_context(self._driver, self._device)
         flag = self._driver.CUstream_flags.CU_STREAM_NON_BLOCKING
@@ -224,10 +221,6 @@ class CudaLink:
 
 def _posix(driver: Any) -> Any:
     return driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
-
-
-def _with_index(device: torch.device) -> torch.device:
-    return device if device.index is not None else torch.device(device.type, 0)
 
 
 _contexts: dict[int, Any] = {}

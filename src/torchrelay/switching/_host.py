@@ -54,8 +54,6 @@ class HostMemory:
         return segment.tensor((segment.size_bytes,), torch.uint8)
 
     def export(self, *, read_only: bool = False) -> int:
-        if self.read_only and not read_only:
-            raise ArgumentError("this mapping is read-only; export it with read_only=True")
         # A descriptor opened for reading cannot be mapped writable: the kernel enforces it.
         flags = (os.O_RDONLY if read_only else os.O_RDWR) | os.O_CLOEXEC
         return os.open(f"/proc/self/fd/{self._open_segment().fd}", flags)

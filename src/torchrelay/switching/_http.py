@@ -34,7 +34,6 @@ from torchrelay.errors import (
 )
 from torchrelay.switching._connections import ON_DISCONNECT
 from torchrelay.switching._guard import Guard
-from torchrelay.switching._json_process import LARGE_BYTES, JsonProcess
 from torchrelay.switching._metrics import Metrics
 from torchrelay.switching._models_file import ModelEntry
 from torchrelay.switching._queue import Reply
@@ -47,8 +46,6 @@ from torchrelay.switching._tensors import (
     dump,
     encode,
     parse_body,
-    to_binary,
-    to_json,
 )
 
 __all__ = ["Application"]
@@ -88,7 +85,6 @@ class Application:
         Args:
             entries: the models that clients may load by name, if `settings` allow it.
         """
-        self._json = JsonProcess()
         self._guard = Guard(settings)
         self._switcher = switcher
         self._store = store
@@ -125,10 +121,6 @@ class Application:
         except Exception as error:
             response = _error_response(request, error)
         await response(scope, receive, send)
-
-    def close(self) -> None:
-        """End the process for large bodies. Idempotent."""
-        self._json.close()
 
     async def _answered(self, request: Request) -> Response:
         method, path = request.method, request.scope["path"]
@@ -192,19 +184,15 @@ class Application:
         self._stored(name, version)
         if request.headers.get("content-encoding", "identity") != "identity":
             raise HTTPException(415, "compressed bodies are not served; send the body as it is")
-        length: str | int | None = request.headers.get(HEADER)
-        async with self._body(request.receive) as sent:
-            body = sent
-            if length is None and len(body) > LARGE_BYTES:
-                body, length = await self._json.call(to_binary, body)
-            header, raw = parse_body(body, length)
+        async with self._body(request.receive) as body:
+            header, raw = parse_body(body, request.headers.get(HEADER))
             inputs = decode(header.get("inputs"), raw)
         options = _options(header.get("parameters", {}))
         future = self._switcher.submit(name, inputs, copy=False, **options)
         reply = await _reply(request.scope, future)
         outputs, binary = _outputs(header, reply)
         self._metrics.observe(reply)
-        return await self._reply_response(header.get("id"), outputs, binary, reply)
+        return _reply_response(header.get("id"), outputs, binary, reply)
 
     async def index(self, request: Request) -> Response:
         wants_ready = (await self._arguments(request)).get("ready")
@@ -283,33 +271,29 @@ class Application:
         finally:
             self._free_bytes += len(body)
 
-    async def _reply_response(
-        self, request_id: object, outputs: dict[str, torch.Tensor], binary: set[str], reply: Reply
-    ) -> Response:
-        """Return the outputs in JSON, but for those that are `binary`."""
-        content: dict[str, Any] = {
-            "model_name": reply.model,
-            "model_version": str(reply.version),
-            "parameters": {
-                "queue_ms": round(reply.queue_s * 1e3, 3),
-                "switch_ms": round(reply.switch_s * 1e3, 3),
-                "compute_ms": round(reply.compute_s * 1e3, 3),
-                "copied_bytes": reply.copied_bytes,
-            },
-        }
-        if isinstance(request_id, str):
-            content["id"] = request_id
-        size_bytes = sum(tensor.nbytes for tensor in outputs.values())
-        is_large = not binary and size_bytes > LARGE_BYTES
-        content["outputs"], raw = encode(outputs, set(outputs) if is_large else binary)
-        text = dump(content)
-        body = b"".join([text, *raw])
-        if is_large:
-            body = await self._json.call(to_json, body, len(text))
-        if not binary:
-            return Response(body, media_type="application/json")
-        headers = {HEADER: str(len(text))}
-        return Response(body, headers=headers, media_type="application/octet-stream")
+
+def _reply_response(
+    request_id: object, outputs: dict[str, torch.Tensor], binary: set[str], reply: Reply
+) -> Response:
+    """Return the outputs in JSON, but for those that are `binary`."""
+    content: dict[str, Any] = {
+        "model_name": reply.model,
+        "model_version": str(reply.version),
+        "parameters": {
+            "queue_ms": round(reply.queue_s * 1e3, 3),
+            "switch_ms": round(reply.switch_s * 1e3, 3),
+            "compute_ms": round(reply.compute_s * 1e3, 3),
+            "copied_bytes": reply.copied_bytes,
+        },
+    }
+    if isinstance(request_id, str):
+        content["id"] = request_id
+    content["outputs"], raw = encode(outputs, binary)
+    text = dump(content)
+    if not binary:
+        return Response(text, media_type="application/json")
+    headers = {HEADER: str(len(text))}
+    return Response(b"".join([text, *raw]), headers=headers, media_type="application/octet-stream")
 
 
 def _error_response(request: Request, error: Exception) -> Response:

@@ -68,11 +68,10 @@ def serve(file: ModelsFile, *, report: Callable[[str], None] = print) -> None:
     with (
         bind(options.host, options.port) as listener,
         _opened(file, options, report) as (switcher, store),
-        contextlib.closing(Application(switcher, store, file.models, options)) as app,
     ):
         address = f"http://{options.host}:{listener.getsockname()[1]}"
         server = Server(
-            app,
+            Application(switcher, store, file.models, options),
             options.grace_s,
             on_start=lambda: report(f"serving on {address}"),
             has_failed=lambda: switcher.failure is not None,

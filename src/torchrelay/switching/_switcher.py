@@ -179,8 +179,13 @@ class Switcher(Resource):
         NotFoundError or UnavailableError.
         """
         request = self._request(name, inputs, priority, deadline_s, copies=copy)
+
+        def forget(future: Future[Reply]) -> None:
+            if future.cancelled():
+                self._daemon.loop.post(lambda: self._daemon.forget(request))
+
         self._daemon.loop.call(lambda: self._daemon.submit(request))
-        request.future.add_done_callback(lambda future: self._forget_cancelled(request))
+        request.future.add_done_callback(forget)
         return request.future
 
     def infer(
@@ -275,11 +280,6 @@ class Switcher(Resource):
         deadline = math.inf if deadline_s is None else time.monotonic() + deadline_s
         plain = {key: value.detach().to("cpu", copy=copies) for key, value in inputs.items()}
         return Request(name, plain, priority=priority, deadline=deadline)
-
-    def _forget_cancelled(self, request: Request) -> None:
-        """Let the daemon remove a cancelled request from the queue and free its inputs."""
-        if request.future.cancelled():
-            self._daemon.loop.post(lambda: self._daemon.forget(request))
 
     def _check_inputs(self, name: str, inputs: Mapping[str, torch.Tensor]) -> None:
         served = self._daemon.catalog.models.get(name)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from torchrelay._torch import flat_bytes
-from torchrelay.errors import ArgumentError, UnsupportedError
+from torchrelay.errors import ArgumentError, CapacityError, UnsupportedError
 
 __all__ = [
     "DATATYPES",
@@ -29,8 +29,6 @@ __all__ = [
     "dump",
     "encode",
     "parse_body",
-    "to_binary",
-    "to_json",
 ]
 
 HEADER = "Inference-Header-Content-Length"
@@ -52,6 +50,9 @@ DATATYPES: dict[str, torch.dtype] = {
 }
 _NAMES = {dtype: name for name, dtype in DATATYPES.items()}
 _MAX_DIMENSIONS = 32
+# What JSON may take: while it is read or written, a server does nothing else.
+_JSON_BYTES = 16 << 20
+_JSON_VALUES = 1 << 20
 
 Body = tuple[dict[str, Any], memoryview]
 
@@ -87,11 +88,12 @@ def check_tensors(inputs: object) -> None:
             )
 
 
-def parse_body(body: bytes, header_length: str | bytes | int | None) -> Body:
+def parse_body(body: bytes, header_length: str | None) -> Body:
     """Split a request or response body into its JSON object and the bytes behind it.
 
     Raises:
         ArgumentError: it is not of the protocol's form.
+        CapacityError: its JSON is too large.
     """
     try:
         length = len(body) if header_length is None else int(header_length)
@@ -99,6 +101,11 @@ def parse_body(body: bytes, header_length: str | bytes | int | None) -> Body:
         length = -1
     if not 0 <= length <= len(body):
         raise ArgumentError(f"{HEADER} is {header_length!r}, the body has {len(body)} bytes")
+    if length > _JSON_BYTES:
+        raise CapacityError(
+            f"the JSON takes {length} bytes, and at most {_JSON_BYTES} are read; send the tensors "
+            "in binary, which is faster"
+        )
     try:
         header = _DECODER.decode(body[:length].decode())
     except (ValueError, RecursionError) as error:
@@ -157,7 +164,11 @@ def decode(entries: object, raw: memoryview) -> dict[str, torch.Tensor]:
 def encode(
     tensors: Mapping[str, torch.Tensor], binary: Iterable[str] | bool
 ) -> tuple[list[dict[str, Any]], list[memoryview]]:
-    """Return the protocol's entries for `tensors` and the bytes of those that are `binary`."""
+    """Return the protocol's entries for `tensors` and the bytes of those that are `binary`.
+
+    Raises:
+        CapacityError: one of the others is too large for JSON.
+    """
     names = set(tensors) if binary is True else set(binary or ())
     entries, raw = [], []
     for name, tensor in tensors.items():
@@ -170,6 +181,11 @@ def encode(
             # A view: whoever joins the parts copies them, once.
             raw.append(flat_bytes(tensor.contiguous()).numpy().data)
             entry["parameters"] = {"binary_data_size": len(raw[-1])}
+        elif tensor.numel() > _JSON_VALUES:
+            raise CapacityError(
+                f"{name!r} has {tensor.numel()} values, and JSON takes at most {_JSON_VALUES}; ask "
+                "for it with the parameter binary_data"
+            )
         else:
             entry["data"] = tensor.flatten().tolist()
         entries.append(entry)
@@ -189,21 +205,6 @@ def dump(header: dict[str, Any]) -> bytes:
             "an output has infinite values or NaN, which JSON cannot represent; ask for it with "
             "the parameter binary_data"
         ) from error
-
-
-def to_binary(body: bytes) -> tuple[bytes, int]:
-    """Return a JSON request in the binary form, and the length of the JSON that is left."""
-    header, raw = parse_body(body, None)
-    header["inputs"], parts = encode(decode(header.get("inputs"), raw), binary=True)
-    text = json.dumps(header).encode()
-    return b"".join([text, *parts]), len(text)
-
-
-def to_json(body: bytes, length: int) -> bytes:
-    """Return the JSON of a response in the binary form, which has JSON of `length` bytes."""
-    header, raw = parse_body(body, length)
-    header["outputs"], _ = encode(decode(header["outputs"], raw), binary=False)
-    return dump(header)
 
 
 def _described(entry: dict[str, Any]) -> tuple[str, torch.dtype, list[int]]:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from torchrelay.buffers import Segment
-from torchrelay.errors import ArgumentError, SegmentError, UnavailableError
+from torchrelay.errors import SegmentError, UnavailableError
 from torchrelay.switching import SharedCache, _cuda
 from torchrelay.switching._contract import Copy
 
@@ -72,8 +72,6 @@ def test_another_process_maps_the_same_memory_read_only(driver: Any) -> None:
                 flags.CU_MEM_ACCESS_FLAGS_PROT_READ,
                 flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE,
             ]
-            with pytest.raises(ArgumentError, match="read-only"):
-                reader._memory.export()
 
 
 def test_tensors_keep_the_mapping(driver: Any) -> None:

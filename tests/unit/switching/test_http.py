@@ -6,7 +6,6 @@ import asyncio
 import base64
 import contextlib
 import json
-import os
 import socket
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -19,12 +18,11 @@ import uvicorn
 
 import switching_models as models
 from torchrelay.config import Switching
-from torchrelay.errors import ArgumentError, PeerLostError, UnavailableError
-from torchrelay.switching import ModelStore, _connections, _http
+from torchrelay.errors import CapacityError, UnavailableError
+from torchrelay.switching import ModelStore, _connections, _http, _tensors
 from torchrelay.switching._connections import Connection, bind
-from torchrelay.switching._json_process import JsonProcess
 from torchrelay.switching._models_file import ModelEntry
-from torchrelay.switching._tensors import decode, encode, parse_body, to_binary, to_json
+from torchrelay.switching._tensors import decode, encode, parse_body
 
 ENTRY = ModelEntry("chain", {})
 
@@ -282,33 +280,14 @@ def test_a_port_in_use_is_named() -> None:
         bind("nowhere.invalid", 0)
 
 
-def test_the_json_process_survives_bad_bodies_and_its_own_death() -> None:
-    entry = {"name": "x", "datatype": "INT16", "shape": [2, 2], "data": [[1, -2], [3, 4]]}
-
-    async def run() -> None:
-        process = JsonProcess()
-        try:
-            for bad in (b"{", b"[]", b'{"inputs": 1}'):
-                with pytest.raises(ArgumentError):
-                    await process.call(to_binary, bad)
-            body = json.dumps({"id": "7", "inputs": [entry]}).encode()
-            header, raw = parse_body(*await process.call(to_binary, body))
-            assert header["id"] == "7"
-            assert bytes(raw) == torch.tensor([1, -2, 3, 4], dtype=torch.int16).numpy().tobytes()
-            header["outputs"] = header.pop("inputs")
-            text = json.dumps(header).encode()
-            written = await process.call(to_json, text + bytes(raw), len(text))
-            back, _ = parse_body(written, None)
-            assert back["outputs"] == [{**entry, "data": [1, -2, 3, 4]}]
-            for waited in (False, True):
-                assert process._process is not None
-                os.kill(process._process.pid, 9)
-                if waited:
-                    process._process.wait(100.0)
-                with pytest.raises(PeerLostError, match="send tensors in binary"):
-                    await process.call(to_binary, body)
-                assert parse_body(*await process.call(to_binary, body))[0]["id"] == "7"
-        finally:
-            process.close()
-
-    asyncio.run(run())
+def test_what_is_too_large_for_json_is_refused_with_the_remedy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(_tensors, "_JSON_BYTES", 100)
+    monkeypatch.setattr(_tensors, "_JSON_VALUES", 9)
+    with pytest.raises(CapacityError, match=r"the JSON takes 101 bytes.* in binary"):
+        parse_body(b" " * 101, None)
+    assert parse_body(b"{}" + b" " * 200, "2")[0] == {}
+    with pytest.raises(CapacityError, match=r"'x' has 10 values.*parameter binary_data"):
+        encode({"x": torch.ones(10)}, binary=False)
+    assert len(encode({"x": torch.ones(10)}, binary=True)[1][0]) == 40
