@@ -4,20 +4,18 @@ several::
     python examples/demo.py [EPOCHS]
     torchrun --standalone --nproc-per-node 2 examples/demo.py [EPOCHS]
 
-``torchrelay demo`` does the same with predictions, and the usual way timed beside it.
+``torchrelay demo`` does the same, with the usual way timed beside it.
 """
 
 from __future__ import annotations
 
 import sys
-import tempfile
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from torchrelay.deferred import deferred_init, materialize_module
-from torchrelay.demo.code_graph import prune, read_code_graph, split_facts, standard_library
+from torchrelay.demo.code_graph import standard_library_graph
 from torchrelay.demo.evaluation import (
     Answers,
     RankingMetrics,
@@ -29,19 +27,9 @@ from torchrelay.demo.evaluation import (
 from torchrelay.demo.model import ComplEx
 from torchrelay.demo.options import DemoOptions
 from torchrelay.demo.training import Batches, Trainer
-from torchrelay.demo.triples import Graph, read_graph, write_facts
+from torchrelay.demo.triples import Graph
 from torchrelay.parameters import Table, optim
 from torchrelay.world import World
-
-
-def read(folder: Path) -> Graph:
-    """Who imports, defines, inherits, calls, takes, raises and catches what, in this Python's own
-    sources.
-    """
-    facts = prune(read_code_graph(standard_library()), at_least=3)
-    for split, part in split_facts(facts, share=0.05, seed=0).items():
-        write_facts(folder / f"{split}.txt", part)
-    return read_graph(folder)
 
 
 def build(graph: Graph, dim: int, table: Table) -> ComplEx:
@@ -65,8 +53,7 @@ def build(graph: Graph, dim: int, table: Table) -> ComplEx:
 def main(epochs: int) -> None:
     world = World.from_environment()
     options = DemoOptions(epochs=epochs)
-    with tempfile.TemporaryDirectory() as folder:
-        graph = read(Path(folder))
+    graph = standard_library_graph()
 
     # The same for one process as for many; under torchrun, init_process_group("sml") alone does it
     # too.

@@ -68,9 +68,6 @@ class DemoOptions:
     report: Annotated[Path, Option(help="Where to write the report, one HTML file.")] = Path(
         "report.html"
     )
-    reading_s: float = 0.0
-    """What it took to make the graph's files; 0 if they were given."""
-    cached: bool = False
     launched_at: float = 0.0
     """When the processes were started, in seconds since the epoch."""
 
@@ -80,5 +77,5 @@ class DemoOptions:
     @classmethod
     def from_json(cls, text: str) -> DemoOptions:
         fields = json.loads(text)
-        paths = {name: Path(fields[name]) for name in ("data", "report")}
+        paths = {name: Path(fields[name]) for name in ("data", "report") if fields[name]}
         return cls(**{**fields, **paths})

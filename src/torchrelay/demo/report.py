@@ -1,4 +1,4 @@
-"""What the demo reports: tables of metrics, predictions and stages, printed and as HTML."""
+"""What the demo reports: tables of metrics and stages, printed and as HTML."""
 
 from __future__ import annotations
 
@@ -14,15 +14,7 @@ from rich.table import Table
 
 from torchrelay.demo.evaluation import HITS_AT, RankingMetrics
 
-__all__ = [
-    "Listing",
-    "Prediction",
-    "Report",
-    "Stage",
-    "metrics_listing",
-    "predictions_listing",
-    "stages_listing",
-]
+__all__ = ["Listing", "Report", "Stage", "metrics_listing", "stages_listing"]
 
 _PAGE = Path(__file__).with_name("report.html")
 _CHART_WIDTH, _CHART_HEIGHT = 600, 180
@@ -38,19 +30,6 @@ class Stage:
     seconds: float
     usual: str = ""
     usual_s: float = 0.0
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """A question, the model's first answers with whether each is right, and the rank of the
-    expected answer.
-    """
-
-    subject: str
-    relation: str
-    answers: Sequence[tuple[str, bool]]
-    expected: str
-    rank: float
 
 
 @dataclass(frozen=True)
@@ -102,21 +81,6 @@ def metrics_listing(rows: Mapping[str, RankingMetrics]) -> Listing:
     ]
     title = "Link prediction: both sides, filtered, ties shared"
     return Listing(title, ("facts", *figures), figures, texts)
-
-
-def predictions_listing(predictions: Sequence[Prediction]) -> Listing:
-    """Return questions with the model's answers; right ones have a tick."""
-    rows = [
-        [
-            f"{one.subject} {one.relation} ?",
-            "\n".join(f"{name} ✓" if right else name for name, right in one.answers),
-            f"{one.expected}  {one.rank:g}",
-        ]
-        for one in predictions
-    ]
-    title = "Test questions drawn at random; answers known from train are left out"
-    headings = ("question", "first answers of the model", "expected, and its rank")
-    return Listing(title, headings, (), rows)
 
 
 def stages_listing(stages: Sequence[Stage]) -> Listing:

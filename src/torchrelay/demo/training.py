@@ -61,14 +61,6 @@ class Batches:
         """Return the steps of an epoch; facts that do not fill a batch are left out."""
         return len(self.triples) // self.batch_size
 
-    def epochs(self, count: int) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Yield the epoch, from 1, and what :meth:`epoch` yields, for each step of ``count``
-        epochs.
-        """
-        for number in range(1, count + 1):
-            for triples, negatives in self.epoch(number):
-                yield number, triples, negatives
-
     def epoch(self, number: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield triples ``(batch_size / ranks, 3)`` and negatives ``(k,)`` of each step of an
         epoch.
@@ -143,21 +135,19 @@ class Trainer:
         """Train all epochs; call ``on_epoch`` with the epoch, from 1, and its mean loss after each
         epoch.
         """
-        total = self._options.epochs * batches.steps
+        epochs = range(1, self._options.epochs + 1)
+        steps: Iterable[tuple[Tensor, Tensor]]
+        steps = itertools.chain.from_iterable(map(batches.epoch, epochs))
+        if isinstance(self._entities, Embedding):  # announce the entities of steps ahead of time
+            steps = IntentLoader(steps, lambda step: entities_of(*step), table=self._entities.table)
+        total = len(epochs) * batches.steps
         losses = []
-        for done, (epoch, triples, negatives) in enumerate(self._announced(batches)):
+        for done, step in enumerate(steps):
             self._set_learning_rate(1 - done / total)
-            losses.append(self.step(triples, negatives))
+            losses.append(self.step(*step))
             if len(losses) == batches.steps:
-                on_epoch(epoch, statistics.fmean(losses))
+                on_epoch(1 + done // batches.steps, statistics.fmean(losses))
                 losses.clear()
-
-    def _announced(self, batches: Batches) -> Iterable[tuple[int, Tensor, Tensor]]:
-        """Yield all steps; if entities are in a table, announce those of a step ahead of time."""
-        steps = batches.epochs(self._options.epochs)
-        if not isinstance(self._entities, Embedding):
-            return steps
-        return IntentLoader(steps, lambda step: entities_of(*step[1:]), table=self._entities.table)
 
     def _set_learning_rate(self, share: float) -> None:
         rate = self._options.learning_rate * share
@@ -174,15 +164,8 @@ def compare_steps(
     groups: Mapping[str, dist.ProcessGroup],
 ) -> dict[str, float]:
     """Return the median seconds of a training step of each model, over the group of its name."""
-    trainers = {name: Trainer(model, options, groups[name]) for name, model in models.items()}
-    steps = itertools.cycle(batches.epoch(0))
-
-    def step_all() -> Iterator[Callable[[], object]]:
-        triples, negatives = next(steps)
-        for trainer in trainers.values():
-            yield partial(trainer.step, triples, negatives)
-
-    return _in_turns(list(models), step_all)
+    calls = {name: Trainer(model, options, groups[name]).step for name, model in models.items()}
+    return _in_turns(calls, batches)
 
 
 def compare_lookups(
@@ -202,48 +185,42 @@ def compare_lookups(
     optimizer = torch.optim.Adagrad(theirs.parameters(), lr=options.learning_rate)
     # Without this choice torch warns.
     torch.sparse.check_sparse_tensor_invariants.disable()  # type: ignore[no-untyped-call]
-    steps = itertools.cycle(batches.epoch(0))
 
-    def look_up(module: nn.Module, keys: Tensor, gradient: Tensor) -> None:
-        module(keys).backward(gradient)
+    def look_up(module: nn.Module, triples: Tensor, negatives: Tensor) -> None:
+        found = module(entities_of(triples, negatives))
+        found.backward(torch.full_like(found, 1e-3))
 
-    def sparse(keys: Tensor, gradient: Tensor) -> None:
+    def sparse(triples: Tensor, negatives: Tensor) -> None:
         optimizer.zero_grad()
-        look_up(parallel, keys, gradient)
+        look_up(parallel, triples, negatives)
         optimizer.step()
 
-    def both() -> Iterator[Callable[[], object]]:
-        keys = entities_of(*next(steps))
-        gradient = torch.full((len(keys), rows.shape[1]), 1e-3)
-        yield partial(look_up, embedding, keys, gradient)
-        yield partial(sparse, keys, gradient)
-
-    return _in_turns(["table", "sparse"], both)
+    return _in_turns({"table": partial(look_up, embedding), "sparse": sparse}, batches)
 
 
-def compare_all_reduce(size: int, groups: Mapping[str, dist.ProcessGroup]) -> dict[str, float]:
+def compare_all_reduce(
+    size: int, groups: Mapping[str, dist.ProcessGroup], batches: Batches
+) -> dict[str, float]:
     """Return the median seconds of an all-reduce of ``size`` float32 over each group."""
     gradients = torch.zeros(size)
 
-    def reduce_all() -> Iterator[Callable[[], object]]:
-        for group in groups.values():
-            yield partial(dist.all_reduce, gradients, group=group)
+    def reduce(group: dist.ProcessGroup, *_: Tensor) -> None:
+        dist.all_reduce(gradients, group=group)
 
-    return _in_turns(list(groups), reduce_all)
+    return _in_turns({name: partial(reduce, group) for name, group in groups.items()}, batches)
 
 
 def _in_turns(
-    names: list[str], calls: Callable[[], Iterator[Callable[[], object]]]
+    calls: Mapping[str, Callable[[Tensor, Tensor], object]], batches: Batches
 ) -> dict[str, float]:
-    """Return the median seconds that ``calls`` yield for each name, over rounds that all ranks
-    start together.
-    """
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    for number in range(_ROUNDS):
-        for name, call in zip(names, calls(), strict=True):
+    """Return the median seconds of each call for a step, which all ranks start together."""
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    steps = itertools.cycle(batches.epoch(0))
+    for number, step in enumerate(itertools.islice(steps, _ROUNDS)):
+        for name, call in calls.items():
             dist.barrier()
             start = time.perf_counter()
-            call()
+            call(*step)
             if number:  # the first one sets things up
                 seconds[name].append(time.perf_counter() - start)
     return {name: statistics.median(times) for name, times in seconds.items()}

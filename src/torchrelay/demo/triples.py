@@ -7,7 +7,7 @@ and other benchmarks are published.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +15,7 @@ import torch
 
 from torchrelay.errors import DataError
 
-__all__ = ["SPLITS", "Fact", "Graph", "read_facts", "read_graph", "write_facts"]
+__all__ = ["SPLITS", "Fact", "Graph", "graph_of", "read_graph"]
 
 SPLITS = ("train", "valid", "test")
 
@@ -51,16 +51,18 @@ def read_graph(folder: Path, *, allow_unseen: bool = False) -> Graph:
         DataError: a file is missing, empty or malformed, or valid or test has an entity (unless
             allowed) or a relation that train lacks.
     """
-    if not folder.is_dir():
-        found = "is not a folder" if folder.exists() else "does not exist"
-        raise DataError(
-            f"{folder} {found}: it must be a folder with train.txt, valid.txt and test.txt"
-        )
-    facts = {split: read_facts(folder / f"{split}.txt") for split in SPLITS}
+    facts = {split: _read_facts(folder / f"{split}.txt") for split in SPLITS}
     unseen = sum(
         _count_unseen(folder / f"{s}.txt", facts["train"], facts[s], allow_unseen)
         for s in SPLITS[1:]
     )
+    return graph_of(facts, unseen)
+
+
+def graph_of(facts: Mapping[str, Sequence[Fact]], unseen: int = 0) -> Graph:
+    """Return the facts of each split as indices, in the order of appearance in train, valid,
+    test.
+    """
     everything = [fact for split in SPLITS for fact in facts[split]]
     entities = _number(name for subject, _, obj in everything for name in (subject, obj))
     relations = _number(relation for _, relation, _ in everything)
@@ -72,7 +74,7 @@ def read_graph(folder: Path, *, allow_unseen: bool = False) -> Graph:
     return Graph(tuple(entities), tuple(relations), train, valid, test, unseen)
 
 
-def read_facts(path: Path) -> list[Fact]:
+def _read_facts(path: Path) -> list[Fact]:
     """Read the facts of one file.
 
     Raises:
@@ -96,11 +98,6 @@ def read_facts(path: Path) -> list[Fact]:
             f"{path} has no facts: each line must be subject, relation and object separated by tabs"
         )
     return facts
-
-
-def write_facts(path: Path, facts: Iterable[Fact]) -> None:
-    """Write a file that :func:`read_facts` reads."""
-    path.write_text("".join("\t".join(fact) + "\n" for fact in facts), encoding="utf-8")
 
 
 def _parse(path: Path, number: int, line: str) -> Fact:

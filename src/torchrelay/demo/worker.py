@@ -29,6 +29,7 @@ from torchrelay.checkpoint import load, save
 from torchrelay.deferred import deferred_init, materialize_module
 from torchrelay.demo import report
 from torchrelay.demo.calibration import Calibration, Sum, calibrate
+from torchrelay.demo.code_graph import standard_library, standard_library_graph
 from torchrelay.demo.evaluation import (
     Answers,
     RankingMetrics,
@@ -40,7 +41,6 @@ from torchrelay.demo.evaluation import (
 )
 from torchrelay.demo.model import ComplEx
 from torchrelay.demo.options import DemoOptions
-from torchrelay.demo.predictions import predict
 from torchrelay.demo.report import Listing, Report, Stage
 from torchrelay.demo.serving import MostFrequent, compare_switches
 from torchrelay.demo.training import (
@@ -86,7 +86,6 @@ class Job:
             self._compare(model, trained, batches, table)
         self._evaluate(trained, graph)
         self._calibrate(trained, graph)
-        self._show_predictions(trained, graph)
         self._resources = self._used(graph)
         return graph
 
@@ -94,8 +93,7 @@ class Job:
         """Run what needs no process group, on rank 0: serving, and the report."""
         if self.options.serve:
             self._serve(graph)
-        whole_s = self.options.reading_s + time.time() - self.options.launched_at
-        self._stage("all of it", whole_s)
+        self._stage("all of it", time.time() - self.options.launched_at)
         self._list(report.stages_listing(self.stages))
         self._list(self._resources)
         self.report.write(self.options.report)
@@ -109,14 +107,17 @@ class Job:
         self._stage(f"start {self.world.size} processes", time.time() - self.options.launched_at)
 
     def _read(self) -> Graph:
-        start = time.perf_counter()
-        assert self.options.data is not None
-        graph = read_graph(self.options.data, allow_unseen=self.options.allow_unseen)
-        name = (
-            "read the graph, kept from an earlier run" if self.options.cached else "read the graph"
-        )
-        self._stage(name, self.options.reading_s + time.perf_counter() - start)
-        self._say(str(self.options.data))
+        data = self.options.data
+        note = " of the standard library" if data is None else ""
+        with self._timed(f"read the graph{note}"):
+            if data is None:
+                made = [standard_library_graph() if self.world.rank == 0 else None]
+                dist.broadcast_object_list(made, src=0)
+                (graph,) = made
+                assert graph is not None
+            else:
+                graph = read_graph(data, allow_unseen=self.options.allow_unseen)
+        self._say(str(data or standard_library()))
         self._say(
             f"{len(graph.entities):,} entities, {len(graph.relations)} relations; facts: "
             f"{len(graph.train):,} train, {len(graph.valid):,} valid, {len(graph.test):,} test"
@@ -128,17 +129,14 @@ class Job:
     @contextmanager
     def _table(self, graph: Graph) -> Iterator[Table]:
         """Create the table of the entities' embeddings, shared by the processes of this host."""
-        start = time.perf_counter()
-        adagrad = optim.adagrad(self.options.learning_rate)
-        # Each process applies its gradients as they come, without waiting for the others.
-        table = Table.create(
-            len(graph.entities),
-            2 * self.options.dim,
-            optimizer=adagrad,
-            name="entities",
-            apply_gradients="backward",
-        )
-        self._stage("make the table of the entities", time.perf_counter() - start)
+        with self._timed("make the table of the entities"):
+            table = Table.create(
+                len(graph.entities),
+                2 * self.options.dim,
+                optimizer=optim.adagrad(self.options.learning_rate),
+                name="entities",
+                apply_gradients="backward",  # by each process, without waiting for the others
+            )
         yield table
         # Not after an error, as for the process group.
         table.close()
@@ -149,15 +147,13 @@ class Job:
         Compares it bit for bit with the model built eagerly.
         """
         sizes = (len(graph.entities), len(graph.relations), self.options.dim)
-        first, last = (
-            len(graph.entities) * (self.world.rank + i) // self.world.size for i in (0, 1)
-        )
+        rank, size = self.world.rank, self.world.size
+        first, last = (sizes[0] * end // size for end in (rank, rank + 1))
         torch.manual_seed(self.options.seed)
         start = time.perf_counter()
         model: ComplEx = deferred_init(ComplEx, *sizes)
-        materialize_module(
-            model, shard=lambda name, _: (slice(first, last),) if name == _IN_TABLE else None
-        )
+        share = (slice(first, last),)
+        materialize_module(model, shard=lambda name, _: share if name == _IN_TABLE else None)
         table.set(torch.arange(first, last), model.rows)
         model.move_entities(table)
         table.sync()
@@ -166,8 +162,7 @@ class Job:
         start = time.perf_counter()
         eager = ComplEx(*sizes)
         eager_s = time.perf_counter() - start
-        equal = all(map(torch.equal, model.gathered().parameters(), eager.parameters()))
-        usual = "eager; equal bit for bit" if equal else "eager; NOT EQUAL, please report this"
+        usual = _compared("eager", model.gathered(), eager)
         name = "build the model deferred, a share of it each"
         self._stage(name, deferred_s, usual, eager_s)
         return model
@@ -175,11 +170,9 @@ class Job:
     def _train(self, model: ComplEx, batches: Batches, table: Table) -> ComplEx:
         """Train the model; return a copy that needs no table."""
         epochs = self.options.epochs
-        start = time.perf_counter()
-        Trainer(model, self.options).train(batches, self._epoch)
-        table.sync()
-        seconds = time.perf_counter() - start
-        self._stage(f"train {epochs} epochs of {batches.steps} steps", seconds)
+        with self._timed(f"train {epochs} epochs of {batches.steps} steps"):
+            Trainer(model, self.options).train(batches, self._epoch)
+            table.sync()
         if table.server.num_nodes > 1:
             self._say(f"entities' embeddings: {table.metrics()}")
         return model.gathered()
@@ -204,15 +197,8 @@ class Job:
         usual_s = self._together(lambda: self._torch_load(ComplEx(*sizes), table))
         model: ComplEx = deferred_init(ComplEx, *sizes)
         ours_s = self._together(lambda: load({"table": table, "model": model}, self._saved))
-        equal = torch.equal(table.rows(), rows) and all(
-            map(torch.equal, model.parameters(), trained.parameters())
-        )
+        usual = _compared("torch.load", model, trained, torch.equal(table.rows(), rows))
         table.sync()
-        usual = (
-            "torch.load; equal bit for bit"
-            if equal
-            else "torch.load; NOT EQUAL, please report this"
-        )
         self._stage("load it, the model not initialised", ours_s, usual, usual_s)
         return model
 
@@ -251,20 +237,19 @@ class Job:
         name = "  its entities: look up, push, Adagrad"
         usual = "nn.Embedding(sparse=True), DDP over gloo, Adagrad"
         self._stage(name, lookups["table"], usual, lookups["sparse"])
-        reduce = compare_all_reduce(trained.relations.numel(), groups)
+        reduce = compare_all_reduce(trained.relations.numel(), groups, batches)
         name = "  its all-reduce of the relations"
         self._stage(name, reduce["sml"], "gloo", reduce["gloo"])
 
     def _evaluate(self, model: ComplEx, graph: Graph) -> None:
-        start = time.perf_counter()
-        answers = Answers(graph)
-        baseline = frequency_scorer(graph)
-        rows = {
-            "valid": self._measure(model.score_all, graph, graph.valid, answers),
-            "test": self._measure(model.score_all, graph, graph.test, answers),
-            "test, most frequent answer": self._measure(baseline, graph, graph.test, answers),
-        }
-        self._stage("evaluate on valid and test", time.perf_counter() - start)
+        with self._timed("evaluate on valid and test"):
+            answers = Answers(graph)
+            baseline = frequency_scorer(graph)
+            rows = {
+                "valid": self._measure(model.score_all, graph, graph.valid, answers),
+                "test": self._measure(model.score_all, graph, graph.test, answers),
+                "test, most frequent answer": self._measure(baseline, graph, graph.test, answers),
+            }
         self._list(report.metrics_listing(rows))
 
     def _measure(
@@ -298,11 +283,6 @@ class Job:
             f"valid {found[0].before:.4f}, then {found[0].after:.4f}"
         )
 
-    def _show_predictions(self, model: ComplEx, graph: Graph) -> None:
-        if self.console is not None:
-            found = predict(model, graph, self.options.seed)
-            self._list(report.predictions_listing(found))
-
     def _used(self, graph: Graph) -> Listing:
         """Return the memory and bytes that this rank has used."""
         files = Path(self._saved).rglob("*")
@@ -328,6 +308,13 @@ class Job:
         self._stage(name, times.switched_s, usual, times.restarted_s)
         self._stage("  the answer alone, by a model that is ready", times.ready_s)
 
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        """Add the block as a stage."""
+        start = time.perf_counter()
+        yield
+        self._stage(name, time.perf_counter() - start)
+
     def _stage(self, name: str, seconds: float, usual: str = "", usual_s: float = 0.0) -> None:
         self.stages.append(Stage(name, seconds, usual, usual_s))
 
@@ -344,6 +331,12 @@ class Job:
     def _print(self, what: object) -> None:
         if self.console is not None:
             self.console.print(what)
+
+
+def _compared(usual: str, model: ComplEx, expected: ComplEx, equal: bool = True) -> str:
+    """Return the name of the usual way, with whether the results are equal."""
+    equal &= all(map(torch.equal, model.parameters(), expected.parameters()))
+    return f"{usual}; {'equal bit for bit' if equal else 'NOT EQUAL, please report this'}"
 
 
 @contextmanager

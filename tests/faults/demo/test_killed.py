@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from torchrelay.demo.triples import write_facts
+from facts import write_facts
 
 _TIMEOUT_S = 20
 _COMMAND = [sys.executable, "-c", "from torchrelay.cli import main; main()", "demo"]

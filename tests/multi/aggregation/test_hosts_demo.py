@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from facts import write_facts
 from ranks import free_port
 from torchrelay.aggregation.switch import SwitchServer, UdpDataPlane
 from torchrelay.demo.code_graph import split_facts
 from torchrelay.demo.options import DemoOptions
-from torchrelay.demo.triples import write_facts
 
 
 def start(options: DemoOptions, switch: str) -> list[subprocess.Popen[str]]:

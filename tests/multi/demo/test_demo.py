@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from facts import write_facts
 from namespaces import missing
 from torchrelay.demo.code_graph import split_facts
-from torchrelay.demo.triples import write_facts
 
 # A process that imports torch starts slowly where many others run.
 pytestmark = pytest.mark.timeout(400)

@@ -7,21 +7,19 @@ from __future__ import annotations
 import random
 from pathlib import Path
 from textwrap import dedent
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrelay.demo import launch
 from torchrelay.demo.code_graph import (
+    _source_files,
     prune,
     read_code_graph,
-    source_files,
     split_facts,
     standard_library,
 )
-from torchrelay.demo.triples import SPLITS, Fact, read_graph
+from torchrelay.demo.triples import SPLITS, Fact
 from torchrelay.errors import DataError
 
 SOURCES = {
@@ -123,7 +121,7 @@ def test_facts_of_a_small_package(sources: Path) -> None:
 
 
 def test_tests_and_third_party_packages_are_left_out(sources: Path) -> None:
-    names = {str(path.relative_to(sources)) for path in source_files(sources)}
+    names = {str(path.relative_to(sources)) for path in _source_files(sources)}
     assert names == {
         "shapes/__init__.py",
         "shapes/broken.py",
@@ -138,7 +136,7 @@ def test_a_folder_without_sources(tmp_path: Path) -> None:
 
 
 def test_the_standard_library_is_where_this_python_has_it() -> None:
-    assert standard_library() / "ast.py" in source_files(standard_library())
+    assert standard_library() / "ast.py" in _source_files(standard_library())
 
 
 def test_prune_leaves_entities_with_enough_facts() -> None:
@@ -165,43 +163,3 @@ def test_split_keeps_every_entity_and_relation_in_train(
     for fact in splits["valid"] + splits["test"]:
         assert fact[0] in seen and fact[2] in seen and fact[1] in relations
     assert splits == split_facts(facts, 0.2, seed)
-
-
-def test_the_cache_is_made_once_and_anew_when_a_source_changes(
-    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(launch, "_FACTS_PER_ENTITY", 1)
-    cache = tmp_path / "cache"
-    folder, cached = launch.cached_code_graph(sources, cache)
-    assert not cached
-    assert launch.cached_code_graph(sources, cache) == (folder, True)
-    assert len(read_graph(folder).triples()) == len(FACTS)
-    assert [path.name for path in cache.iterdir()] == [folder.name]
-    (sources / "shapes" / "square.py").write_text("def side(length, unit): return length.__abs__()")
-    changed, cached = launch.cached_code_graph(sources, cache)
-    assert changed != folder and not cached
-
-
-def test_two_runs_that_fill_the_cache_at_once(
-    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The other run is done while this one still splits the facts: both get the same folder."""
-    real = launch.code_graph.split_facts  # type: ignore[attr-defined]
-
-    def split_after_the_other_run(*arguments: Any) -> dict[str, list[Fact]]:
-        monkeypatch.setattr(launch.code_graph, "split_facts", real)  # type: ignore[attr-defined]
-        folders.append(launch.cached_code_graph(sources, tmp_path / "cache"))
-        return real(*arguments)
-
-    folders: list[tuple[Path, bool]] = []
-    monkeypatch.setattr(launch, "_FACTS_PER_ENTITY", 1)
-    monkeypatch.setattr(launch.code_graph, "split_facts", split_after_the_other_run)  # type: ignore[attr-defined]
-    folders.append(launch.cached_code_graph(sources, tmp_path / "cache"))
-    assert folders[0] == folders[1]
-    assert list((tmp_path / "cache").iterdir()) == [folders[0][0]]
-
-
-def test_a_cache_that_cannot_be_written(sources: Path, tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(launch.UnavailableError, match="set XDG_CACHE_HOME"):  # type: ignore[attr-defined]
-        launch.cached_code_graph(sources, tmp_path / "file" / "cache")

@@ -22,7 +22,6 @@ from torchrelay.demo.evaluation import (
 )
 from torchrelay.demo.model import ComplEx
 from torchrelay.demo.options import DemoOptions
-from torchrelay.demo.predictions import predict
 from torchrelay.demo.training import Batches
 from torchrelay.demo.triples import Graph
 from torchrelay.errors import ArgumentError
@@ -207,23 +206,6 @@ def test_frequency_baseline_counts_objects_of_a_relation(graph: Graph) -> None:
             facts = [fact for fact in graph.train.tolist() if fact[1] == relation]
             assert scores[relation, entity] == sum(fact[2] == entity for fact in facts)
             assert scores[relation + RELATIONS, entity] == sum(fact[0] == entity for fact in facts)
-
-
-def test_predictions_leave_out_what_train_knows_and_mark_what_is_right(
-    graph: Graph, model: ComplEx
-) -> None:
-    facts = {tuple(fact) for fact in graph.triples().tolist()}
-    train = {tuple(fact) for fact in graph.train.tolist()}
-    predictions = predict(model, graph, seed=0)
-    assert {prediction.relation for prediction in predictions} == {
-        graph.relations[r] for r in graph.test[:, 1].tolist()
-    }
-    for prediction in predictions:
-        s, r = int(prediction.subject[1:]), graph.relations.index(prediction.relation)
-        for name, right in prediction.answers:
-            assert (s, r, int(name[1:])) not in train
-            assert right == ((s, r, int(name[1:])) in facts)
-        assert prediction.rank >= 1
 
 
 def test_ranks_share_each_batch_and_every_process_count_sees_the_same_batches(graph: Graph) -> None:

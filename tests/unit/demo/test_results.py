@@ -12,19 +12,21 @@ from torchrelay.demo import worker
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results" / "demo.md"
 
+_CALLS = ("self._stage", "self._timed")
+
 
 def _stages_of_code() -> list[str]:
-    """A pattern of each stage's name, by the calls of ``_stage``."""
+    """A pattern of each stage's name, by the calls of ``_stage`` and ``_timed``."""
     tree = ast.parse(Path(worker.__file__).read_text())
     found = []
     for function in ast.walk(tree):
-        if isinstance(function, ast.FunctionDef):
+        if isinstance(function, ast.FunctionDef) and function.name != "_timed":
             names: dict[str, ast.expr] = {}
             for node in ast.walk(function):
                 if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
                     names[f"{node.targets[0].id}, line {node.lineno}"] = node.value
             for node in ast.walk(function):
-                if isinstance(node, ast.Call) and ast.unparse(node.func) == "self._stage":
+                if isinstance(node, ast.Call) and ast.unparse(node.func) in _CALLS:
                     found.append(_pattern(_last_assigned(node.args[0], names)))
     return found
 
@@ -45,7 +47,7 @@ def _pattern(node: ast.expr) -> str:
         return f"(?:{_pattern(node.body)}|{_pattern(node.orelse)})"
     if isinstance(node, ast.JoinedStr):
         return "".join(map(_pattern, node.values))
-    return re.escape(str(node.value)) if isinstance(node, ast.Constant) else ".+"
+    return re.escape(str(node.value)) if isinstance(node, ast.Constant) else ".*"
 
 
 def _stages_of(section: str) -> list[str]:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from torchrelay.demo.triples import read_graph, write_facts
+from facts import write_facts
+from torchrelay.demo.triples import read_graph
 from torchrelay.errors import DataError
 
 TRAIN = [("a", "likes", "b"), ("b", "likes", "c"), ("c", "knows", "a")]
@@ -72,10 +73,10 @@ def test_bad_data_is_told_in_one_sentence(
 
 
 def test_missing_and_foreign_files(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="nowhere does not exist"):
+    with pytest.raises(DataError, match=r"nowhere/train\.txt is missing: the folder must hold"):
         read_graph(tmp_path / "nowhere")
     write(tmp_path)
-    with pytest.raises(DataError, match=r"train\.txt is not a folder"):
+    with pytest.raises(DataError, match=r"train\.txt cannot be read: Not a directory"):
         read_graph(tmp_path / "train.txt")
     (tmp_path / "test.txt").write_bytes(b"a\tlikes\t\xff\n")
     with pytest.raises(DataError, match=r"test\.txt is not UTF-8 text: byte 8"):
