@@ -15,7 +15,6 @@ them in its own memory.
 from __future__ import annotations
 
 import argparse
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from torchrelay.demo.code_graph import prune, read_code_graph, split_facts, standard_library
+from torchrelay.demo.code_graph import standard_library_graph
 from torchrelay.demo.evaluation import (
     Answers,
     RankingMetrics,
@@ -35,7 +34,7 @@ from torchrelay.demo.evaluation import (
     with_reciprocals,
 )
 from torchrelay.demo.model import ComplEx, log_sum_exp_of_product
-from torchrelay.demo.triples import Graph, read_graph, write_facts
+from torchrelay.demo.triples import Graph, read_graph
 from torchrelay.parameters import Embedding, IntentLoader, KeyInit, Table, optim
 
 BATCH_SIZE, NEGATIVES, TOGETHER, N3_WEIGHT, SHOWN = 512, 512, 8, 0.05, 6
@@ -43,13 +42,9 @@ BATCH_SIZE, NEGATIVES, TOGETHER, N3_WEIGHT, SHOWN = 512, 512, 8, 0.05, 6
 
 def read(data: Path | None, allow_unseen: bool) -> Graph:
     """The graph in ``data``, or the code graph."""
-    if data is not None:
-        return read_graph(data, allow_unseen=allow_unseen)
-    facts = prune(read_code_graph(standard_library()), at_least=3)
-    with tempfile.TemporaryDirectory() as folder:
-        for split, share in split_facts(facts, share=0.05, seed=0).items():
-            write_facts(Path(folder, f"{split}.txt"), share)
-        return read_graph(Path(folder))
+    if data is None:
+        return standard_library_graph()
+    return read_graph(data, allow_unseen=allow_unseen)
 
 
 @dataclass
@@ -219,7 +214,9 @@ def main() -> None:
         techniques=options.techniques,
         node_of_rank=(lambda rank: rank) if options.node_per_process else None,
     ) as table:
-        table.enable_sampling("local", 0, len(graph.entities), seed=table.worker_index)
+        table.server.enable_sampling_support(
+            "local", max=len(graph.entities), seed=table.worker_index
+        )
         embedding = Embedding(rows, 2 * options.dim, table=table)
         batches = Batches(graph, table.worker_index, table.workers, options.epochs)
         loader = batches if options.no_intents else IntentLoader(batches, Batch.keys, table=table)

@@ -13,15 +13,13 @@ Below them: :class:`Server` and :class:`Worker` (with :class:`AccessHandle` and
 """
 
 from torchrelay.parameters import optim
-from torchrelay.parameters._contract import KeyInit, UpdateRule
+from torchrelay.parameters._contract import KeyInit, Metrics, UpdateRule
 from torchrelay.parameters._embedding import Embedding, EmbeddingBag
 from torchrelay.parameters._intents import IntentLoader
-from torchrelay.parameters._metrics import Metrics
-from torchrelay.parameters._optimizer import TableOptimizer
 from torchrelay.parameters._server import Server
 from torchrelay.parameters._table import Table
 from torchrelay.parameters._topology import Topology
-from torchrelay.parameters._weight import TableWeight
+from torchrelay.parameters._weight import TableOptimizer, TableWeight
 from torchrelay.parameters._worker import AccessHandle, Worker
 
 __all__ = [

@@ -8,19 +8,15 @@ it.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from torchrelay import _torch
-from torchrelay.errors import MismatchError, TorchRelayError, UnavailableError
+from torchrelay.errors import MismatchError
 
 if TYPE_CHECKING:
-    from torch.distributed.checkpoint import StorageReader, StorageWriter
-
     from torchrelay.parameters._table import Table
 
 __all__ = ["RowShard", "key_range"]
@@ -73,28 +69,19 @@ def _row_shard(rows: torch.Tensor, start: int, num_keys: int) -> RowShard:
 torch.serialization.add_safe_globals([_row_shard])
 
 
-def empty_shard(table: Table) -> RowShard:
-    """Return the share of the rows that this process saves and loads, not filled."""
-    start, end = key_range(table.num_keys, table.worker_index, table.workers)
-    rows = torch.empty(end - start, table.row_length, dtype=table.dtype)
-    return RowShard.of(rows, start, table.num_keys)
-
-
 def shard_of(table: Table) -> RowShard:
     """Return this process's share of the rows. Collective."""
     table.sync()
-    shard = empty_shard(table)
-    for keys, rows in _pieces(shard.start, shard.rows):
-        table.worker.pull_rows(keys, rows)
+    start, end = key_range(table.num_keys, table.worker_index, table.workers)
+    shard = RowShard.of(rows_of(table, start, end), start, table.num_keys)
     table.worker.barrier()
     return shard
 
 
-def all_rows(table: Table) -> torch.Tensor:
-    """Return all rows, ``(num_keys, row_length)``. Not collective."""
-    table.worker.wait_all()
-    everything = torch.empty(table.num_keys, table.row_length, dtype=table.dtype)
-    for keys, rows in _pieces(0, everything):
+def rows_of(table: Table, start: int, end: int) -> torch.Tensor:
+    """Return the rows of the keys [``start``, ``end``), ``(n, row_length)``. Not collective."""
+    everything = torch.empty(end - start, table.row_length, dtype=table.dtype)
+    for keys, rows in _pieces(start, everything):
         table.worker.pull_rows(keys, rows)
     return everything
 
@@ -155,78 +142,10 @@ def _misfit(table: Table, given: torch.Tensor, values_only: bool) -> str | None:
         return (
             f"worker {table.worker_index} of {table.workers} was given the rows {held[0]} to "
             f"{held[1] - 1}, but loads {share[0]} to {share[1] - 1}: table.state_dict() is one "
-            "process's share. Save it with DCP (dcp.save, table.save), or save the module's "
-            "state_dict(), which has all rows"
+            "process's share. Save it with torchrelay.checkpoint.save or dcp.save, or save the "
+            "module's state_dict(), which has all rows"
         )
     return None
-
-
-def save(table: Table, path: str, storage_writer: StorageWriter | None) -> None:
-    """Write the table to the folder ``path``. Collective over all workers.
-
-    Raises:
-        UnavailableError: there are several workers and no default process group, over which DCP
-            coordinates.
-    """
-    from torch.distributed import checkpoint as dcp  # noqa: PLC0415 - takes long to import
-
-    state = {"table": table.state_dict()}
-    group = table.process_group
-    with _coordinated(table):
-        dcp.save(state, checkpoint_id=path, storage_writer=storage_writer, process_group=group)
-
-
-def load(table: Table, path: str, storage_reader: StorageReader | None) -> None:
-    """Read what :func:`save` wrote, on any number of workers. Collective over all workers.
-
-    Raises:
-        UnavailableError: as :func:`save`.
-        MismatchError: the checkpoint is of another table.
-    """
-    from torch.distributed import checkpoint as dcp  # noqa: PLC0415
-
-    state = {"table": {"rows": empty_shard(table)}}
-    group = table.process_group
-    try:
-        with _coordinated(table):
-            dcp.load(state, checkpoint_id=path, storage_reader=storage_reader, process_group=group)
-    except dcp.CheckpointException as error:
-        raise MismatchError(
-            f"the checkpoint in {path} does not fit a table of {table.num_keys} rows of "
-            f"{table.row_length} elements with optimizer '{table.rule.kind}': "
-            f"{next(iter(error.failures.values()))[0]}"
-        ) from error
-    table.load_state_dict(state["table"])
-
-
-@contextmanager
-def _coordinated(table: Table) -> Iterator[None]:
-    """Check the process group of a call of DCP, and give its errors our types where a rank's
-    failure has one.
-
-    One worker needs no process group, and DCP need not warn that there is none.
-    """
-    import torch.distributed as dist  # noqa: PLC0415
-    from torch.distributed import checkpoint as dcp  # noqa: PLC0415
-
-    size = dist.get_world_size(table.process_group) if dist.is_initialized() else 1
-    if size != table.workers:
-        raise UnavailableError(
-            f"the table has {table.workers} workers, but the default process group has {size} "
-            "ranks: checkpoints are coordinated over it; call "
-            'torch.distributed.init_process_group("gloo") in every worker first'
-        )
-    with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", "torch.distributed is disabled, unavailable or uninitialized"
-        )
-        try:
-            yield
-        except dcp.CheckpointException as error:
-            for failure, _ in error.failures.values():
-                if isinstance(failure, TorchRelayError):
-                    raise failure from error
-            raise
 
 
 def _pieces(start: int, rows: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

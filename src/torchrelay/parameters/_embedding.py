@@ -6,13 +6,14 @@ parameter ``weight``, which represents the table's rows, until :meth:`Table.opti
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from typing_extensions import Unpack
+from typing_extensions import Self, Unpack
 
 from torchrelay import _torch
 from torchrelay.errors import ArgumentError, MismatchError, UnsupportedError
@@ -27,8 +28,13 @@ __all__ = ["Embedding", "EmbeddingBag"]
 
 
 class _TableModule(nn.Module):
-    """Common base: the table, its weight, and the rows of a batch."""
+    """Common base: the table, its weight, and the rows of a batch.
 
+    Attributes:
+        counterpart: the class of torch with the same arguments.
+    """
+
+    counterpart: ClassVar[Any]
     weight: TableWeight
     # Whether state_dict() holds this process's share of the rows, for DCP, instead of all rows.
     sharded_state_dict = False
@@ -42,8 +48,13 @@ class _TableModule(nn.Module):
         norm_type: float,
         scale_grad_by_freq: bool,
         sparse: bool,
+        rows: Tensor | None,
         device: Any,
+        dtype: torch.dtype | None,
+        table: Table | None,
+        new: TableOptions,
     ) -> None:
+        """Use ``table``, or create one with the options ``new``; set all rows to ``rows``."""
         super().__init__()
         if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
             raise ArgumentError(f"padding_idx = {padding_idx}: there are {num_embeddings} rows")
@@ -52,48 +63,59 @@ class _TableModule(nn.Module):
                 f"device = {device}: a table's rows are in host memory; leave device out: "
                 "looked-up rows come to the device of the keys"
             )
-        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        shape = num_embeddings, embedding_dim
+        if rows is not None and tuple(rows.shape) != shape:
+            raise ArgumentError(f"the given rows are {tuple(rows.shape)}, not {shape}")
+        self.num_embeddings, self.embedding_dim = shape
         self.padding_idx = None if padding_idx is None else padding_idx % num_embeddings
         self.max_norm, self.norm_type = max_norm, norm_type
         self.scale_grad_by_freq, self.sparse = scale_grad_by_freq, sparse
-
-    def _use(
-        self,
-        table: Table | None,
-        rows: Tensor | None,
-        dtype: torch.dtype | None,
-        new: TableOptions,
-    ) -> None:
-        """Use ``table``, or create one with the options ``new`` and set all rows to ``rows``."""
-        shape = (self.num_embeddings, self.embedding_dim)
-        if rows is not None and tuple(rows.shape) != shape:
-            raise ArgumentError(f"the given rows are {tuple(rows.shape)}, not {shape}")
         self.owns_table = table is None
-        options = {name: value for name, value in new.items() if value is not None}
+        options: dict[str, Any] = {"dtype": dtype, **new}
+        options = {name: value for name, value in options.items() if value is not None}
         if table is None:
-            defaults = {
+            defaults: dict[str, Any] = {
                 "optimizer": adagrad(),
                 "init": KeyInit() if rows is not None else KeyInit("normal", 0.0, 1.0),
                 "dtype": torch.get_default_dtype() if rows is None else rows.dtype,
             }
-            options |= {} if dtype is None else {"dtype": dtype}
-            self.table = Table.create(*shape, **(defaults | options))  # type: ignore[arg-type]
+            table = Table.create(*shape, **(defaults | options))
         else:
-            self.table = _checked(table, shape, options | {"dtype": dtype})
-        self.register_parameter("weight", self.table.weight)
-        self._lookup = Lookup(
-            self.table, self.padding_idx, self.max_norm, self.norm_type, self.scale_grad_by_freq
-        )
+            _check_table(table, shape, options)
+        self.table = table
+        self.register_parameter("weight", table.weight)
+        self._lookup = Lookup(table, self.padding_idx, max_norm, norm_type, scale_grad_by_freq)
         if rows is not None:
-            self.table.load_state_dict({"weight": rows})
+            table.load_state_dict({"weight": rows})
         elif self.owns_table:
             self._zero_padding()
 
-    def _to_torch(self, kind: Any) -> Any:
-        """Return a module of torch's class ``kind`` with a copy of the rows."""
+    @classmethod
+    def from_pretrained(cls, embeddings: Tensor, *args: Any, **options: Any) -> Self:
+        """Create a module over a table with the rows ``embeddings``.
+
+        Args:
+            embeddings: of shape ``(num_embeddings, embedding_dim)``, equal on every process.
+            *args: as for torch's ``from_pretrained``; ``freeze`` is the first, True by default.
+            **options: the same by name, and further arguments of the class.
+        """
+        signature = inspect.signature(cls.counterpart.from_pretrained)
+        torchs = {name: options.pop(name) for name in signature.parameters if name in options}
+        given = signature.bind(embeddings, *args, **torchs).arguments
+        rows, freeze = given.pop("embeddings"), given.pop("freeze", True)
+        make: Any = cls
+        module: Self = make(*rows.shape, _weight=rows, **given, **options)
+        module.weight.requires_grad_(not freeze)
+        return module
+
+    def to_torch(self) -> Any:
+        """Return a module of torch's class with a copy of the rows.
+
+        A module over a table can load its state dict.
+        """
         rows = self.table.pull(torch.arange(self.num_embeddings))
-        arguments = {name: getattr(self, name) for name in kind.__constants__}
-        module = kind(**arguments, _weight=rows)
+        arguments = {name: getattr(self, name) for name in self.counterpart.__constants__}
+        module = self.counterpart(**arguments, _weight=rows)
         module.weight.requires_grad_(self.weight.requires_grad)
         return module
 
@@ -164,30 +186,17 @@ class _TableModule(nn.Module):
                 raise ArgumentError(
                     f"keys must be a tensor, e.g. torch.tensor([1, 2]), not {type(keys).__name__}"
                 )
-            weight = self._parameters.get("weight")
-            if not isinstance(weight, TableWeight):
-                return self._rows_of(weight, keys), None
+            if not isinstance(self._parameters.get("weight"), TableWeight):
+                raise UnsupportedError(
+                    "a wrapper has replaced the weight of a table, whose gradients would be lost; "
+                    "exclude this module from it, e.g. FullyShardedDataParallel(..., "
+                    "ignored_modules=[embedding])"
+                )
             if _torch.transforms_active():
                 raise UnsupportedError(
                     "torch.func does not differentiate lookups in a table; use backward()"
                 )
         return look_up(self._lookup, keys)
-
-    def _rows_of(self, weight: Tensor | None, keys: Tensor) -> Tensor:
-        """Return rows of ``weight``, which ``torch.func.functional_call`` has put in place of the
-        table's.
-        """
-        shape = (self.num_embeddings, self.embedding_dim)
-        if weight is None or tuple(weight.shape) != shape:
-            raise UnsupportedError(
-                "a wrapper has replaced the weight of a table, whose gradients would be lost; "
-                "exclude this module from it, e.g. FullyShardedDataParallel(..., "
-                f"ignored_modules=[embedding]); instead of the table's rows, a tensor of shape "
-                f"{shape} can be used (torch.func.functional_call)"
-            )
-        return functional.embedding(
-            keys, weight, self.padding_idx, self.max_norm, self.norm_type, self.scale_grad_by_freq
-        )
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         destination[prefix + "rows"] = (
@@ -231,17 +240,16 @@ class _TableModule(nn.Module):
         return ", ".join(parts)
 
 
-def _checked(table: Table, shape: tuple[int, int], new: dict[str, Any]) -> Table:
+def _check_table(table: Table, shape: tuple[int, int], options: dict[str, Any]) -> None:
     if (table.num_keys, table.dim) != shape:
         raise ArgumentError(
             f"the table holds {table.num_keys} vectors of {table.dim}, not {shape[0]} of {shape[1]}"
         )
-    given = [name for name, value in new.items() if value not in (None, getattr(table, name, None))]
+    given = [name for name, value in options.items() if value != getattr(table, name, None)]
     if given:
         raise ArgumentError(
             f"{', '.join(given)}: of a new table; the one that was given has its own"
         )
-    return table
 
 
 class Embedding(_TableModule):
@@ -258,6 +266,8 @@ class Embedding(_TableModule):
     Raises:
         ArgumentError: the table has another shape, or adds pushes instead of optimizing.
     """
+
+    counterpart = nn.Embedding
 
     def __init__(
         self,
@@ -276,43 +286,10 @@ class Embedding(_TableModule):
         table: Table | None = None,
         **new: Unpack[TableOptions],
     ) -> None:
-        torchs = padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse
-        super().__init__(num_embeddings, embedding_dim, *torchs, device)
-        self._use(table, _weight, dtype, new)
+        torchs = padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse, _weight
+        super().__init__(num_embeddings, embedding_dim, *torchs, device, dtype, table, new)
         if _freeze:
             self.weight.requires_grad_(False)
-
-    @classmethod
-    def from_pretrained(
-        cls,
-        embeddings: Tensor,
-        freeze: bool = True,
-        padding_idx: int | None = None,
-        max_norm: float | None = None,
-        norm_type: float = 2.0,
-        scale_grad_by_freq: bool = False,
-        sparse: bool = False,
-        **table: Any,
-    ) -> Embedding:
-        """Create a module over a table with the rows ``embeddings``.
-
-        Args:
-            embeddings: of shape ``(num_embeddings, embedding_dim)``, equal on every process.
-            table: further arguments of :class:`Embedding`.
-        """
-        rows, dim = embeddings.shape
-        arguments = padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse, embeddings
-        make: Any = cls
-        module: Embedding = make(rows, dim, *arguments, freeze, **table)
-        return module
-
-    def to_torch(self) -> nn.Embedding:
-        """Return an ``nn.Embedding`` with a copy of the rows, ``(num_embeddings, embedding_dim)``.
-
-        An :class:`Embedding` can load its state dict.
-        """
-        module: nn.Embedding = self._to_torch(nn.Embedding)
-        return module
 
     def forward(self, input: Tensor) -> Tensor:
         """Return ``(*input.shape, embedding_dim)`` on the device of ``input``, integer keys."""
@@ -329,6 +306,8 @@ class EmbeddingBag(_TableModule):
         mode: ``sum``, ``mean`` or ``max``.
         include_last_offset: ``offsets`` ends with the number of keys, as in CSR.
     """
+
+    counterpart = nn.EmbeddingBag
 
     def __init__(
         self,
@@ -352,39 +331,9 @@ class EmbeddingBag(_TableModule):
             raise ArgumentError(f"mode = {mode!r}: it must be 'sum', 'mean' or 'max'")
         if mode == "max" and scale_grad_by_freq:
             raise UnsupportedError("torch does not scale gradients by frequency in mode 'max'")
-        torchs = padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse
-        super().__init__(num_embeddings, embedding_dim, *torchs, device)
+        torchs = padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse, _weight
+        super().__init__(num_embeddings, embedding_dim, *torchs, device, dtype, table, new)
         self.mode, self.include_last_offset = mode, include_last_offset
-        self._use(table, _weight, dtype, new)
-
-    @classmethod
-    def from_pretrained(
-        cls,
-        embeddings: Tensor,
-        freeze: bool = True,
-        max_norm: float | None = None,
-        norm_type: float = 2.0,
-        scale_grad_by_freq: bool = False,
-        mode: str = "mean",
-        sparse: bool = False,
-        include_last_offset: bool = False,
-        padding_idx: int | None = None,
-        **table: Any,
-    ) -> EmbeddingBag:
-        """See :meth:`Embedding.from_pretrained`."""
-        rows, dim = embeddings.shape
-        arguments = max_norm, norm_type, scale_grad_by_freq, mode, sparse, embeddings
-        make: Any = cls
-        module: EmbeddingBag = make(
-            rows, dim, *arguments, include_last_offset, padding_idx, **table
-        )
-        module.weight.requires_grad_(not freeze)
-        return module
-
-    def to_torch(self) -> nn.EmbeddingBag:
-        """See :meth:`Embedding.to_torch`."""
-        module: nn.EmbeddingBag = self._to_torch(nn.EmbeddingBag)
-        return module
 
     def forward(
         self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None

@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from enum import IntEnum
 
 import torch
 from torch import Tensor
@@ -25,21 +24,14 @@ __all__ = ["GradientExchange", "sum_by_key"]
 _ROWS, _HEADER = 0, 1  # types of messages
 
 
-class _Call(IntEnum):
-    """What a process does in an exchange; the values are those of messages."""
-
-    SUM = 1
-    SIZES = 2
-    GATHER = 3
-    BARRIER = 4
-
-
-_CALLS = {
-    _Call.SUM: "a backward pass",
-    _Call.SIZES: "a backward pass",
-    _Call.GATHER: "an access to weight.grad or weight.keys",
-    _Call.BARRIER: "a step",
-}
+# What a process does in an exchange, as messages and errors name it.
+_SUM, _SIZES, _GATHER, _BARRIER = range(4)
+_CALLS = (
+    "a backward pass",
+    "a backward pass",
+    "an access to weight.grad or weight.keys",
+    "a step",
+)
 
 
 def sum_by_key(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -92,12 +84,12 @@ class GradientExchange:
         rows = _packed(keys.cpu(), values.cpu(), order)
         counts = torch.bincount(owners, minlength=self._ranks.size).tolist()
         me = self._ranks.rank
-        received = [theirs[me] for theirs in self._headers(_Call.SUM, counts)]
+        received = [theirs[me] for theirs in self._headers(_SUM, counts)]
         return sum_by_key(*_unpacked(self._exchange(rows, counts, received)))
 
     def sizes(self, count: int, is_finite: bool) -> tuple[list[int], bool]:
         """Return the ``count`` of each process, and whether all are finite."""
-        headers = self._headers(_Call.SIZES, [count, int(is_finite)])
+        headers = self._headers(_SIZES, [count, int(is_finite)])
         return [row[0] for row in headers], all(row[1] for row in headers)
 
     def gather(self, keys: Tensor, values: Tensor, sizes: list[int]) -> tuple[Tensor, Tensor]:
@@ -107,7 +99,7 @@ class GradientExchange:
             keys: of this process's rows; no other has them.
             sizes: the number of rows of each process.
         """
-        self._headers(_Call.GATHER)
+        self._headers(_GATHER)
         rows = _packed(keys, values, torch.arange(len(keys)))
         keys, values = _unpacked(self._all_gather(rows, sizes, _ROWS))
         order = keys.argsort()
@@ -115,9 +107,9 @@ class GradientExchange:
 
     def barrier(self) -> None:
         """Wait for all processes."""
-        self._headers(_Call.BARRIER)
+        self._headers(_BARRIER)
 
-    def _headers(self, call: _Call, numbers: Sequence[int] = ()) -> list[list[int]]:
+    def _headers(self, call: int, numbers: Sequence[int] = ()) -> list[list[int]]:
         """Return the numbers of all ranks: two, or one for each rank; all ranks make ``call``."""
         size = self._ranks.size
         width = 1 + max(2, size)  # in all calls, so that different calls are noticed
@@ -125,7 +117,7 @@ class GradientExchange:
         received = self._all_gather(mine, [1] * size, _HEADER).tolist()
         other = [rank for rank, row in enumerate(received) if row[0] != call]
         if other:
-            there = _CALLS[_Call(received[other[0]][0])]
+            there = _CALLS[received[other[0]][0]]
             raise MismatchError(
                 f"{self._ranks.name} is in {_CALLS[call]}, and rank "
                 f"{self._ranks.names[other[0]]} in {there}: all processes of a table must run the "

@@ -13,18 +13,15 @@ from torch import Tensor
 from torchrelay._resource import Resource
 from torchrelay.errors import ArgumentError, UnavailableError, UnsupportedError
 from torchrelay.parameters import _checkpoint
-from torchrelay.parameters._contract import KeyInit, UpdateRule
+from torchrelay.parameters._contract import KeyInit, Metrics, UpdateRule
 from torchrelay.parameters._gradients import ApplyGradients, Gradients, Reduction
-from torchrelay.parameters._metrics import Metrics
-from torchrelay.parameters._optimizer import TableOptimizer
 from torchrelay.parameters._server import Server
-from torchrelay.parameters._starting import meet
-from torchrelay.parameters._weight import TableWeight
+from torchrelay.parameters._topology import meet
+from torchrelay.parameters._weight import TableOptimizer, TableWeight
 from torchrelay.parameters._worker import Worker
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-    from torch.distributed.checkpoint import StorageReader, StorageWriter
 
 __all__ = ["Table", "TableOptions"]
 
@@ -78,7 +75,6 @@ class Table(Resource):
         name: str = "table",
         apply_gradients: ApplyGradients | None = None,
         reduction: Reduction | None = None,
-        process_group: ProcessGroup | None = None,
     ) -> None:
         self._server, self._worker = server, worker
         ranks = server.topology.ranks
@@ -86,7 +82,6 @@ class Table(Resource):
         self.rule, self.dtype, self.num_keys = server.rule, server.dtype, server.num_keys
         self.dim, self.row_length = worker.get_key_size(), server.row_length()
         self.name = name
-        self.process_group = process_group
         self.gradients = Gradients(name, server, worker, apply_gradients, reduction)
         self._closed = False
 
@@ -157,7 +152,6 @@ class Table(Resource):
             name=name or "table",
             apply_gradients=apply_gradients,
             reduction=reduction,
-            process_group=process_group,
         )
         if name is not None:
             _open_tables[name] = table
@@ -258,35 +252,8 @@ class Table(Resource):
         )
         return here == len(flat) and torch.equal(found, flat)
 
-    def enable_sampling(
-        self,
-        scheme: str = "local",
-        low: int = 0,
-        high: int | None = None,
-        *,
-        weights: Tensor | None = None,
-        with_replacement: bool = True,
-        seed: int | None = None,
-    ) -> None:
-        """Let :meth:`sample` draw from the keys [``low``, ``high``), uniformly or by ``weights``.
-
-        Args:
-            scheme: ``naive`` draws independently; ``preloc`` draws and announces; ``pool`` reuses a
-                drawn pool; ``local`` takes the nearest key of this node.
-            weights: one per key of the range.
-            with_replacement: if False, no key occurs twice in a sample.
-            seed: of this node's draws.
-
-        Raises:
-            ArgumentError: the scheme or the range is invalid.
-        """
-        end = self.num_keys if high is None else high
-        self.server.enable_sampling_support(
-            scheme, with_replacement, "uniform", low, end, weights=weights, seed=seed
-        )
-
     def sample(self, count: int, start: int | None = None) -> Tensor:
-        """Draw ``count`` keys, int64, by the scheme of :meth:`enable_sampling`.
+        """Draw ``count`` keys, int64, by the scheme of ``table.server.enable_sampling_support``.
 
         Args:
             start: the clock in which they will be used, for schemes that announce; default: now.
@@ -334,8 +301,8 @@ class Table(Resource):
     def state_dict(self) -> dict[str, Any]:
         """Return this worker's share of the rows, with optimizer state. Collective.
 
-        DCP saves it (``dcp.save({"table": table.state_dict()}, ...)``) and loads it on any number
-        of nodes.
+        ``torchrelay.checkpoint.save({"table": table}, folder)`` saves it, as does DCP with
+        ``dcp.save({"table": table.state_dict()}, ...)``; both load it on any number of nodes.
         """
         return {"rows": _checkpoint.shard_of(self)}
 
@@ -345,7 +312,8 @@ class Table(Resource):
         They are copied to this process's memory. Not collective: call :meth:`sync` first if other
         processes push asynchronously.
         """
-        return _checkpoint.all_rows(self)
+        self.worker.wait_all()
+        return _checkpoint.rows_of(self, 0, self.num_keys)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Set the rows. Collective: every process passes its own share, or all rows.
@@ -360,31 +328,6 @@ class Table(Resource):
                 or of another process; on every process.
         """
         _checkpoint.load_rows(self, state)
-
-    def save(self, path: str, *, storage_writer: StorageWriter | None = None) -> None:
-        """Write the table to the folder `path` as a DCP checkpoint. Collective and blocking.
-
-        Args:
-            storage_writer: DCP's storage layer; default: its `FileSystemWriter`. A
-                :class:`torchrelay.checkpoint.Writer` commits atomically, with checksums.
-        """
-        _checkpoint.save(self, path, storage_writer)
-
-    def load(self, path: str, *, storage_reader: StorageReader | None = None) -> None:
-        """Read a checkpoint of :meth:`save`. Collective and blocking.
-
-        The checkpoint may be from any number of nodes.
-
-        Args:
-            storage_reader: DCP's storage layer, as for :meth:`save`. A
-                :class:`torchrelay.checkpoint.Reader`
-                reads checkpoints of both writers and verifies them first.
-
-        Raises:
-            MismatchError: the checkpoint is of another table.
-            CorruptionError, StorageError: from a :class:`torchrelay.checkpoint.Reader`.
-        """
-        _checkpoint.load(self, path, storage_reader)
 
     def close(self) -> None:
         """Leave the table. Collective and idempotent. Every later use raises UnavailableError."""
@@ -410,7 +353,7 @@ class Table(Resource):
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UnsupportedError(
             f"table {self.name!r} cannot be copied or pickled: the processes of a job share its "
-            "rows. Save state_dict(), or table.save(folder); a module's to_torch() makes an "
+            "rows. Save it with torchrelay.checkpoint.save; a module's to_torch() makes an "
             "nn.Embedding of its own"
         )
 

@@ -12,16 +12,19 @@ import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torchrelay import _native, config, transport
+from torchrelay import _native, _torch, config, transport
 from torchrelay._addresses import address_for_peers
 from torchrelay._communicators import open_group
 from torchrelay._waiting import nothing_to_check
-from torchrelay.errors import ArgumentError, PeerLostError
-from torchrelay.world import Ranks, host_identity
+from torchrelay.errors import ArgumentError, ConfigError, PeerLostError
+from torchrelay.world import Meeting, Ranks, World, host_identity
 
-__all__ = ["Topology", "topology_of"]
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup, Store
+
+__all__ = ["Topology", "meet", "topology_of"]
 
 TECHNIQUES = tuple(techniques.name for techniques in _native.Techniques)
 _NEWS_HEARTBEATS = 4  # a node that refuses connections is lost after two
@@ -212,3 +215,54 @@ def topology_of(
         settings=settings,
         transport=messages,
     )
+
+
+def meet(
+    name: str,
+    techniques: str,
+    node_of_rank: Callable[[int], int] | None,
+    group: ProcessGroup | None,
+) -> Topology:
+    """Return the topology of the processes that share the table ``name``. Collective; blocks.
+
+    They are those of ``group``, else of the default process group, else of the launcher.
+
+    Raises:
+        ArgumentError: this process is not in ``group``, or nodes differ in size or span hosts.
+        ConfigError: the default process group contradicts the launcher's variables.
+        OperationTimeoutError: a process is missing.
+    """
+    import torch.distributed as dist  # noqa: PLC0415 - importing it takes long
+
+    settings = config.load(config.Parameters)
+    world, store = _job(group, settings.timeout_s)
+    # A name may be used again, after its table was closed or torchrun restarted the processes.
+    meeting = Meeting(dist.PrefixStore(name, store), world.rank, world.size, settings.timeout_s)
+    ranks = Ranks(meeting.store, world.rank, world.size)
+    return topology_of(
+        ranks,
+        world.master_addr,
+        node_of_rank=node_of_rank,
+        techniques=techniques,
+        settings=settings,
+    )
+
+
+def _job(group: ProcessGroup | None, timeout_s: float) -> tuple[World, Store]:
+    import torch.distributed as dist  # noqa: PLC0415
+
+    launched = World.from_environment()
+    if group is None and not dist.is_initialized():
+        return launched, launched.connect(timeout_s)
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    if rank < 0:
+        raise ArgumentError("this process is not in the process group that was given")
+    if group is None and launched.size > 1 and (launched.rank, launched.size) != (rank, size):
+        raise ConfigError(
+            f"this process is rank {rank} of {size} in the default process group, but rank "
+            f"{launched.rank} of {launched.size} by the variables of {launched.launcher}; pass "
+            "process_group= to choose"
+        )
+    store: Store = _torch.group_store(group or dist.group.WORLD)
+    host = _torch.store_host(store) or launched.master_addr
+    return World(rank, size, launcher="a process group", master_addr=host), store

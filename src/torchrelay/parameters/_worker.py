@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 import weakref
 from typing import Any
@@ -18,7 +19,7 @@ from torchrelay.parameters._arrays import (
     check_finite,
     sum_rows,
 )
-from torchrelay.parameters._sampling import PreparedSamples
+from torchrelay.parameters._sampling import Sample, Sampling
 from torchrelay.parameters._server import Server
 
 __all__ = ["AccessHandle", "Worker"]
@@ -66,7 +67,8 @@ class Worker(Resource):
         )
         # Workers of this node that died, and when that was first noticed.
         self._dead_since: dict[int, float] = {}
-        self._samples = PreparedSamples(server)
+        self._samples: dict[int, Sample] = {}
+        self._sample_ids = itertools.count()
         self._closed = False
         self._end = weakref.finalize(self, server.ending.worker_ends, worker_id)
         self._end.atexit = False  # the end of the process is published too
@@ -216,7 +218,8 @@ class Worker(Resource):
             ArgumentError: sampling is not enabled, or there are not ``n`` distinct keys.
         """
         self._check_open()
-        sample_id, sample = self._samples.prepare(n)
+        sample_id, sample = next(self._sample_ids), self._sampling().prepare(n)
+        self._samples[sample_id] = sample
         if sample.announced and n:
             self.intent(sample.keys, start, end)
         return sample_id
@@ -231,10 +234,8 @@ class Worker(Resource):
         Raises:
             ArgumentError: there is no such sample, or it has fewer keys left.
         """
-        _, count = address_of_keys(keys)
         address_of_values(values, self._dtype, written=True)
-        self._check_open()
-        self._samples.draw(sample_id, count, keys)
+        self._draw(sample_id, keys)
         return self._start(_PULL, keys, values, async_op)
 
     def draw_sample(self, keys: Any, start: int, end: int = 0) -> None:
@@ -246,13 +247,33 @@ class Worker(Resource):
         _, count = address_of_keys(keys)
         sample_id = self.prepare_sample(count, start, end)
         try:
-            self._samples.draw(sample_id, count, keys)
+            self._draw(sample_id, keys)
         finally:
             self.finish_sample(sample_id)
 
     def finish_sample(self, sample_id: int) -> None:
         """Discard the remaining samples of ``sample_id``."""
-        self._samples.finish(sample_id)
+        self._sample(sample_id)
+        del self._samples[sample_id]
+
+    def _draw(self, sample_id: int, keys: Any) -> None:
+        address_of_keys(keys)
+        self._check_open()
+        self._sampling().draw(self._sample(sample_id), self.server.store, np.asarray(keys))
+
+    def _sample(self, sample_id: int) -> Sample:
+        if sample_id not in self._samples:
+            raise ArgumentError(
+                f"there is no sample {sample_id}: it was not prepared, or is finished"
+            )
+        return self._samples[sample_id]
+
+    def _sampling(self) -> Sampling:
+        if self.server.sampling is None:
+            raise ArgumentError(
+                "sampling was not enabled: call server.enable_sampling_support first"
+            )
+        return self.server.sampling
 
     def owned_keys(self) -> torch.Tensor:
         """Return the keys that this node owns now, int64."""
@@ -278,8 +299,7 @@ class Worker(Resource):
         per_process = topology.workers_per_process
         topology.barrier(
             f"{self.server.table}/workers",
-            "reach the barrier of all workers, of which Table.sync, save, load and state_dict "
-            "have one",
+            "reach the barrier of all workers, of which Table.sync and state_dict have one",
             self._check,
             self.server.ending.check_workers,
             part=(self.worker_id % per_process, per_process),

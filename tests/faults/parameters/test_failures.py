@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from torchrelay.checkpoint import load, save
 from torchrelay.errors import MismatchError, PeerLostError, UnavailableError
 from torchrelay.parameters import Embedding, Table, optim
 from torchrelay.transport import create_key
@@ -158,12 +159,12 @@ def _train(
     dist.init_process_group("gloo")
     table = Table.create(KEYS, DIM, optimizer=optim.adagrad(0.1), node_of_rank=lambda rank: rank)
     if first:
-        table.load(path)
+        load({"table": table}, path)
     step = first
     try:
         for step in range(first, STEPS):
             if step == CHECKPOINT_AT and not first:
-                table.save(path)
+                save({"table": table}, path)
             if step == LOST_AT and dies and world.rank == world.size - 1:
                 os.kill(os.getpid(), signal.SIGKILL)
             keys, values = _gradients(step, world.size, world.rank)

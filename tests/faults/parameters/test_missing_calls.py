@@ -42,15 +42,14 @@ class Reports(logging.Handler):
         return self.messages.pop(0)
 
 
-CALLS: dict[str, Callable[[Table, str], Any]] = {
-    "sync": lambda table, path: table.sync(),
-    "state_dict": lambda table, path: table.state_dict(),
-    "save": lambda table, path: table.save(path),
-    "load_state_dict": lambda table, path: table.load_state_dict({"weight": table.rows()}),
+CALLS: dict[str, Callable[[Table], Any]] = {
+    "sync": lambda table: table.sync(),
+    "state_dict": lambda table: table.state_dict(),
+    "load_state_dict": lambda table: table.load_state_dict({"weight": table.rows()}),
 }
 
 
-def _call_late(world: World, path: str, nodes: int) -> list[str]:
+def _call_late(world: World, nodes: int) -> list[str]:
     """Rank 0 makes each call alone, until it has said who is missing; then the others make it
     too.
     """
@@ -63,14 +62,14 @@ def _call_late(world: World, path: str, nodes: int) -> list[str]:
         assert store is not None
         for name, call in CALLS.items():
             if world.rank == 0:
-                calls = threading.Thread(target=call, args=(table, f"{path}/{name}"))
+                calls = threading.Thread(target=call, args=(table,))
                 calls.start()
                 said.append(reports.wait_for_one())
                 store.set(f"{name}/go", "")
                 calls.join()
             else:
                 store.wait([f"{name}/go"])
-                call(table, f"{path}/{name}")
+                call(table)
             dist.barrier()
             reports.messages.clear()
     return said
@@ -78,13 +77,13 @@ def _call_late(world: World, path: str, nodes: int) -> list[str]:
 
 @pytest.mark.parametrize("nodes", [1, 3])
 def test_a_call_of_one_rank_names_the_others_and_goes_on_when_they_come(
-    run_processes: RunProcesses, tmp_path: Any, nodes: int
+    run_processes: RunProcesses, nodes: int
 ) -> None:
-    results = run_processes(_call_late, 3, timeout_s=200, path=str(tmp_path), nodes=nodes)
+    results = run_processes(_call_late, 3, timeout_s=200, nodes=nodes)
     for result in results:
         assert result.ok, result.error
     said = dict(zip(CALLS, results[0].value, strict=True))
-    for name in ("sync", "state_dict", "save"):
+    for name in ("sync", "state_dict"):
         assert "ranks 1, 2 did not reach the barrier of all workers" in said[name]
         assert "do not put it inside `if rank == 0:`" in said[name]
     assert "ranks 1, 2 did not pass the state to load" in said["load_state_dict"]

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import checkpoint as dcp
 
-from torchrelay.checkpoint import Reader, Writer
+from torchrelay.checkpoint import load, save
 from torchrelay.errors import ArgumentError, CorruptionError, PeerLostError
 from torchrelay.parameters import Embedding, IntentLoader, Table, _intents, optim
 from torchrelay.world import World
@@ -94,7 +95,7 @@ def test_the_first_step_has_its_keys_too_and_a_local_sample_is_here(world: World
         table.sync()
         with pytest.raises(ArgumentError, match="sampling was not enabled"):
             table.sample(3)
-        table.enable_sampling("local", seed=world.rank)
+        table.server.enable_sampling_support("local", seed=world.rank)
         drawn = table.sample(1000)
         assert set(drawn.tolist()) <= set(mine.tolist()) and len(drawn.unique()) > 100
         table.sync()
@@ -112,22 +113,32 @@ def _save(world: World, path: str) -> None:
         module = Embedding(KEYS, DIM, table=table)
         keys = torch.arange(world.rank, KEYS, world.size)
         (module(keys) * (keys + 1).unsqueeze(1)).sum().backward()
-        table.save(path)
-        table.save(f"{path}-ours", storage_writer=Writer())
+        dcp.save({"table": table.state_dict()}, checkpoint_id=path)
+        save({"table": table}, f"{path}-ours")
     dist.barrier()
 
 
+def _load_by_dcp(table: Table, path: str) -> None:
+    state = {"table": table.state_dict()}
+    dcp.load(state, checkpoint_id=path)
+    table.load_state_dict(state["table"])
+
+
+def _load_by_ours(table: Table, path: str) -> None:
+    load({"table": table}, path)
+
+
 def _load(world: World, path: str) -> list[list[float]]:
-    if world.size > 1:
-        dist.init_process_group("gloo")
+    dist.init_process_group("gloo")
     with Table.create(
         KEYS, DIM, optimizer=optim.adagrad(0.1), node_of_rank=lambda rank: rank
     ) as table:
         found = []
-        for place, reader in ((path, None), (path, Reader()), (f"{path}-ours", Reader())):
+        ways = ((_load_by_dcp, path), (_load_by_ours, path), (_load_by_ours, f"{path}-ours"))
+        for load_rows, place in ways:
             table.set(torch.arange(KEYS), torch.zeros(KEYS, DIM))
             table.sync()
-            table.load(place, storage_reader=reader)
+            load_rows(table, place)
             found.append(torch.empty(KEYS, table.row_length))
             table.worker.pull_rows(torch.arange(KEYS), found[-1])
             table.sync()
@@ -137,9 +148,8 @@ def _load(world: World, path: str) -> list[list[float]]:
             file = next(Path(f"{path}-ours").glob("*.safetensors"))
             os.truncate(file, file.stat().st_size - 1)
             with pytest.raises(CorruptionError, match="cut short"):
-                table.load(f"{path}-ours", storage_reader=Reader())
-    if world.size > 1:
-        dist.barrier()
+                _load_by_ours(table, f"{path}-ours")
+    dist.barrier()
     return rows.tolist()
 
 
@@ -154,22 +164,6 @@ def test_save_on_three_nodes_load_on_others(run_processes: RunProcesses, tmp_pat
             rows = torch.tensor(result.value)
             torch.testing.assert_close(rows[:, DIM:], gradient.square())
             torch.testing.assert_close(rows[:, :DIM], torch.full((KEYS, DIM), -0.1))
-
-
-def _save_without_group(world: World, path: str) -> str:
-    with Table.create(KEYS, DIM, node_of_rank=lambda rank: rank) as table:
-        try:
-            table.save(path)
-        except Exception as error:
-            return f"{type(error).__name__}: {error}"
-    return ""
-
-
-def test_checkpoints_of_several_workers_need_a_group(
-    run_processes: RunProcesses, tmp_path: Path
-) -> None:
-    for result in run_processes(_save_without_group, 2, path=str(tmp_path / "checkpoint")):
-        assert result.value.startswith("UnavailableError: the table has 2 workers"), result
 
 
 @pytest.mark.processes(2)

@@ -26,13 +26,25 @@ ROWS, DIM = 10, 4
 @pytest.mark.parametrize(
     ("ours", "theirs"), [(Embedding, nn.Embedding), (EmbeddingBag, nn.EmbeddingBag)]
 )
-@pytest.mark.parametrize("function", ["__init__", "from_pretrained", "forward"])
+@pytest.mark.parametrize("function", ["__init__", "forward"])
 def test_positional_arguments_are_torchs(ours: Any, theirs: Any, function: str) -> None:
     def positional(owner: Any) -> list[tuple[str, Any]]:
         parameters = inspect.signature(getattr(owner, function)).parameters.values()
         return [(p.name, p.default) for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
 
     assert positional(ours) == positional(theirs)
+
+
+def test_arguments_of_from_pretrained_are_torchs() -> None:
+    rows = torch.randn(ROWS, DIM)
+    embedding = Embedding.from_pretrained(rows, False, 3, 9.0, optimizer=optim.sgd(1.0))
+    assert (embedding.padding_idx, embedding.max_norm) == (3, 9.0)
+    assert embedding.weight.requires_grad and embedding.table.rule.kind == "sgd"
+    bag = EmbeddingBag.from_pretrained(rows, True, 9.0, mode="sum")
+    assert (bag.max_norm, bag.mode, bag.weight.requires_grad) == (9.0, "sum", False)
+    for wrong in ({"freeze": True}, {"unknown": 1}):
+        with pytest.raises(TypeError, match=next(iter(wrong))):
+            Embedding.from_pretrained(rows, True, **wrong)
 
 
 def test_what_makes_no_sense_is_refused() -> None:
@@ -163,7 +175,6 @@ def test_a_closed_table_cannot_be_used() -> None:
         lambda: table.load_state_dict({"weight": torch.zeros(ROWS, DIM)}),
         lambda: table.set_learning_rate(1.0),
         lambda: table.sample(1),
-        table.enable_sampling,
         lambda: module(keys),
         module.state_dict,
         optimizer.step,
@@ -246,26 +257,13 @@ def test_half_precision_rows_are_trained_saved_and_loaded(rule: Any, dtype: torc
         module.close()
 
 
-@pytest.mark.parametrize("kind", [Embedding, EmbeddingBag])
-def test_functional_calls_use_the_rows_that_they_are_given(kind: Any) -> None:
-    keys = torch.tensor([[1, 2, 1], [3, 3, 0]])
-    options = {"padding_idx": 2, "scale_grad_by_freq": kind is Embedding}
-    theirs = {Embedding: nn.Embedding, EmbeddingBag: nn.EmbeddingBag}[kind](ROWS, DIM, **options)
+def test_a_replaced_weight_is_refused() -> None:
+    keys = torch.tensor([1, 2, 1])
     with Table.create(ROWS, DIM, optimizer=optim.sgd(1.0)) as table:
-        module = kind(ROWS, DIM, table=table, **options)
-
-        def call(called: nn.Module, weight: Tensor) -> Tensor:
-            found: Tensor = torch.func.functional_call(called, {"weight": weight}, keys)
-            return found.square().sum()
-
-        weight = torch.randn(ROWS, DIM)
-        for given in (weight, nn.Parameter(weight)):
-            torch.testing.assert_close(call(module, given), call(theirs, given))
-        gradients = [torch.func.grad(call, argnums=1)(each, weight) for each in (module, theirs)]
-        torch.testing.assert_close(*gradients)
-        assert call(module, module.weight) == 0  # the table's
-        with pytest.raises(UnsupportedError, match=r"shape \(10, 4\)"):
-            call(module, torch.ones(2, DIM))
+        module = Embedding(ROWS, DIM, table=table)
+        assert torch.func.functional_call(module, {"weight": module.weight}, keys).sum() == 0
+        with pytest.raises(UnsupportedError, match="has replaced the weight of a table"):
+            torch.func.functional_call(module, {"weight": torch.randn(ROWS, DIM)}, keys)
 
 
 INITIALIZERS: dict[str, Callable[[Tensor], object]] = {

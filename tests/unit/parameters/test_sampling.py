@@ -12,7 +12,7 @@ import torch
 
 from torchrelay.errors import ArgumentError, UnavailableError
 from torchrelay.parameters import Server, Topology, Worker
-from torchrelay.parameters._sampling import Sampling, alias_table
+from torchrelay.parameters._sampling import Sampling
 
 SCHEMES = ["naive", "preloc", "pool", "local"]
 LOW, HIGH = 10, 30
@@ -160,10 +160,3 @@ def test_local_takes_what_is_here_and_says_when_there_is_nothing() -> None:
     closing.start()
     server.close()
     closing.join()
-
-
-def test_the_alias_table_is_the_distribution() -> None:
-    probability, alias = alias_table(WEIGHTS)
-    shares = probability / 20
-    np.add.at(shares, alias, (1 - probability) / 20)
-    np.testing.assert_allclose(shares, WEIGHTS / WEIGHTS.sum(), atol=1e-12)

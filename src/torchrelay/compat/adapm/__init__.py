@@ -15,18 +15,21 @@ import os
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from torchrelay import config
-from torchrelay.compat.adapm._variables import dmlc_variables, of_servers
 from torchrelay.errors import ArgumentError, ConfigError, PeerLostError, TorchRelayError
 from torchrelay.parameters import AccessHandle
 from torchrelay.parameters import Server as _Server
 from torchrelay.parameters import Worker as _Worker
-from torchrelay.parameters._topology import TECHNIQUES, Topology
+from torchrelay.parameters._topology import TECHNIQUES, Topology, topology_of
+from torchrelay.world import Ranks, World
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 __all__ = ["Server", "Worker", "scheduler", "setup"]
 
@@ -72,7 +75,7 @@ def setup(
     if num_channels > 0:
         settings = dataclasses.replace(settings, num_channels=num_channels)
     _Setup.num_keys = num_keys
-    _Setup.topology = of_servers(num_threads, techniques, settings)
+    _Setup.topology = _topology_of_servers(num_threads, techniques, settings)
 
 
 def scheduler(num_keys: int, num_threads: int) -> None:
@@ -85,7 +88,7 @@ def scheduler(num_keys: int, num_threads: int) -> None:
     """
     import torch.distributed as dist  # noqa: PLC0415
 
-    num_nodes, address, port = dmlc_variables()
+    num_nodes, address, port = _dmlc_variables()
     timeout = timedelta(seconds=config.load(config.Parameters).timeout_s)
     store = dist.TCPStore(address, port, is_master=True, timeout=timeout, wait_for_workers=False)
     give_up_s = math.inf
@@ -95,6 +98,52 @@ def scheduler(num_keys: int, num_threads: int) -> None:
         time.sleep(_POLL_S)
     if store.check([_LOST]):
         raise PeerLostError(store.get(_LOST).decode())
+
+
+def _topology_of_servers(
+    num_threads: int, techniques: str, settings: config.Parameters
+) -> Topology:
+    """Return the topology of the original's variables (``DMLC_*``), else of a launcher.
+
+    Each process is a node.
+
+    Raises:
+        ConfigError: a variable is missing or not a number.
+    """
+    import torch.distributed as dist  # noqa: PLC0415
+
+    if "DMLC_NUM_SERVER" in os.environ:
+        size, address, port = _dmlc_variables()
+        timeout = timedelta(seconds=settings.timeout_s)
+        store: Store = dist.TCPStore(address, port, is_master=False, timeout=timeout)
+        rank = store.add("torchrelay/parameters/arrived", 1) - 1
+        if rank >= size:
+            raise ConfigError(f"DMLC_NUM_SERVER={size}, but this is server number {rank + 1}")
+    else:
+        world = World.from_environment()
+        rank, size, address = world.rank, world.size, world.master_addr
+        store = world.connect(settings.timeout_s)
+    return topology_of(
+        Ranks(store, rank, size),
+        address,
+        node_of_rank=lambda rank: rank,
+        workers_per_process=num_threads,
+        techniques=techniques,
+        settings=settings,
+    )
+
+
+def _dmlc_variables() -> tuple[int, str, int]:
+    """Return number of nodes, and address and port of the scheduler, from ``DMLC_*``."""
+    values = []
+    for name in ("DMLC_NUM_SERVER", "DMLC_PS_ROOT_PORT"):
+        text = os.environ.get(name, "")
+        if not text.isdigit():
+            raise ConfigError(
+                f"{name}={text!r}: it must be a whole number, the same for all processes"
+            )
+        values.append(int(text))
+    return values[0], os.environ.get("DMLC_PS_ROOT_URI", "127.0.0.1"), values[1]
 
 
 def _with_names(method: Callable[..., Any], **names: str) -> Callable[..., Any]:
