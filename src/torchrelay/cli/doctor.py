@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import ctypes.util
 import dataclasses
 import json
-import os
 import platform
 import re
-import resource
 import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -24,18 +20,17 @@ from rich.markup import escape
 from rich.table import Table
 
 from torchrelay import __version__
+from torchrelay.errors import TorchRelayError
 
 __all__ = ["Finding", "doctor", "examine"]
 
-_SHMEM_THP = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 _MARKS = {
     "ok": "[green]ok[/green]",
     "limited": "[yellow]limited[/yellow]",
     "missing": "[red]missing[/red]",
     "absent": "[dim]absent[/dim]",
 }
-_CAP_NET_ADMIN, _CAP_BPF = 12, 39
-_OPTIONAL = ("encryption", "MPI", "CUDA", "XDP", "huge pages")
+_OPTIONAL = ("encryption", "MPI", "CUDA")
 
 
 @dataclass(frozen=True)
@@ -55,10 +50,6 @@ class Finding:
     advice: str = ""
 
 
-def _python() -> Finding:
-    return Finding("Python", "ok", platform.python_version())
-
-
 def _torch() -> Finding:
     import torch  # noqa: PLC0415 - doctor must be able to say that torch does not import
 
@@ -72,15 +63,15 @@ def _torch() -> Finding:
     return Finding("torch", "limited", torch.__version__, f"tested with {needed}")
 
 
-def _native() -> Finding:
+def _native() -> str:
     from torchrelay.buffers import Segment  # noqa: PLC0415
 
     segment = Segment.create(1 << 12)
     Segment.attach(segment.address)
-    return Finding("shared memory", "ok", f"native core {__version__}, segments attach by address")
+    return f"native core {__version__}, segments attach by address"
 
 
-def _aggregation() -> Finding:
+def _aggregation() -> str:
     import torch  # noqa: PLC0415
     import torch.distributed as dist  # noqa: PLC0415
 
@@ -93,10 +84,10 @@ def _aggregation() -> Finding:
         assert total.tolist() == [1.0] * 3
     finally:
         dist.destroy_process_group()
-    return Finding("aggregation", "ok", "a group of one rank sums over sml")
+    return "a group of one rank sums over sml"
 
 
-def _deferred() -> Finding:
+def _deferred() -> str:
     import torch  # noqa: PLC0415
 
     from torchrelay.deferred import deferred_init, materialize_module  # noqa: PLC0415
@@ -106,10 +97,10 @@ def _deferred() -> Finding:
     materialize_module(linear)
     torch.manual_seed(0)
     assert torch.equal(linear.weight, torch.nn.Linear(2, 2).weight)
-    return Finding("deferred", "ok", "a module is materialised as eager")
+    return "a module is materialised as eager"
 
 
-def _checkpoint() -> Finding:
+def _checkpoint() -> str:
     import torch  # noqa: PLC0415
 
     from torchrelay.checkpoint import load, save  # noqa: PLC0415
@@ -119,10 +110,10 @@ def _checkpoint() -> Finding:
         state = {"x": torch.zeros(2)}
         load(state, f"{folder}/step-1")
         assert state["x"].tolist() == [1.0, 1.0]
-    return Finding("checkpoint", "ok", "a tensor is saved and loaded")
+    return "a tensor is saved and loaded"
 
 
-def _parameters() -> Finding:
+def _parameters() -> str:
     import torch  # noqa: PLC0415
 
     from torchrelay.parameters import Table  # noqa: PLC0415
@@ -131,18 +122,18 @@ def _parameters() -> Finding:
     with Table.create(4, 2) as table:
         table.push(keys, torch.ones(1, 2))
         assert table.pull(keys).tolist() == [[1.0, 1.0]]
-    return Finding("parameters", "ok", "a table of one node is written and read")
+    return "a table of one node is written and read"
 
 
-def _switching() -> Finding:
+def _switching() -> str:
     from torchrelay.switching import SharedCache  # noqa: PLC0415
 
     with SharedCache.allocate(1 << 12, "cpu"):
         pass
-    return Finding("switching", "ok", "a shared cache is allocated")
+    return "a shared cache is allocated"
 
 
-def _training() -> Finding:
+def _training() -> str:
     import torch  # noqa: PLC0415
 
     from torchrelay.training import AnyPrecisionAdamW  # noqa: PLC0415
@@ -151,21 +142,17 @@ def _training() -> Finding:
     weight.grad = torch.ones(2)
     AnyPrecisionAdamW([weight]).step()
     assert (weight < 1).all()
-    return Finding("training", "ok", "an optimizer steps")
+    return "an optimizer steps"
 
 
-def _encryption() -> Finding:
+def _encryption() -> str:
     from torchrelay import transport  # noqa: PLC0415
-    from torchrelay.errors import UnavailableError  # noqa: PLC0415
 
-    try:
-        transport.encryption(bytes(32))
-    except UnavailableError as error:
-        return Finding("encryption", "missing", "no libssl 3", str(error))
-    return Finding("encryption", "ok", transport.libssl_path())
+    transport.encryption(bytes(32))
+    return transport.libssl_path()
 
 
-def _mpi() -> Finding:
+def _mpi() -> str:
     import torch  # noqa: PLC0415
 
     from torchrelay import mpi  # noqa: PLC0415
@@ -173,7 +160,7 @@ def _mpi() -> Finding:
     x = torch.ones(2, requires_grad=True)
     mpi.COMM_WORLD.Allreduce(x, mpi.MPI_SUM).sum().backward()
     assert x.grad is not None and x.grad.tolist() == [1.0, 1.0]
-    return Finding("mpi", "ok", "a reduction is differentiated; under mpirun see MPI")
+    return "a reduction is differentiated; under mpirun see MPI"
 
 
 def _mpi_library() -> Finding:
@@ -196,97 +183,30 @@ def _cuda() -> Finding:
     import torch  # noqa: PLC0415
 
     if torch.cuda.is_available():
-        return Finding(
-            "CUDA",
-            "ok",
-            ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())),
-        )
+        names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+        return Finding("CUDA", "ok", ", ".join(names))
     if torch.version.cuda is None:
-        return Finding(
-            "CUDA",
-            "missing",
-            "this torch is a CPU build",
-            "install a CUDA build of torch to use a GPU",
-        )
+        advice = "install a CUDA build of torch to use a GPU"
+        return Finding("CUDA", "missing", "this torch is a CPU build", advice)
     return Finding("CUDA", "missing", "no usable device", "check the driver with nvidia-smi")
 
 
-def _capabilities() -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("CapEff:"):
-            return int(line.split()[1], 16)
-    return 0
-
-
-def _xdp() -> Finding:
-    needs = []
-    if not Path("/sys/fs/bpf").is_dir():
-        needs.append("a kernel with BPF")
-    if not Path("/sys/kernel/btf/vmlinux").exists():
-        needs.append("a kernel with BTF")
-    capabilities = _capabilities()
-    if not (capabilities >> _CAP_NET_ADMIN & 1 and capabilities >> _CAP_BPF & 1):
-        needs.append("root, or CAP_BPF and CAP_NET_ADMIN")
-    if ctypes.util.find_library("bpf") is None:
-        needs.append("libbpf (Debian: apt install libbpf1)")
-    if needs:
-        advice = f"a switch in the kernel would need {', '.join(needs)}"
-        return Finding("XDP", "missing", f"kernel {platform.release()}", advice)
-    return Finding("XDP", "ok", f"kernel {platform.release()}, libbpf")
-
-
-def _huge_pages() -> Finding:
-    if not _SHMEM_THP.exists():
-        return Finding(
-            "huge pages",
-            "missing",
-            "no transparent huge pages",
-            "large segments will fault more often",
-        )
-    chosen = _SHMEM_THP.read_text().split("[")[1].split("]")[0]
-    if chosen in ("advise", "always", "within_size"):
-        return Finding("huge pages", "ok", f"shared memory: {chosen}")
-    return Finding(
-        "huge pages", "limited", f"shared memory: {chosen}", f"as root: echo advise > {_SHMEM_THP}"
-    )
-
-
-def _limits() -> Finding:
-    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    found = (
-        f"{files} open files, {'unlimited' if locked < 0 else f'{locked >> 20} MiB'} locked memory"
-    )
-    if files < 4096:
-        return Finding("limits", "limited", found, "ulimit -n 65536, for many ranks or connections")
-    return Finding("limits", "ok", found)
-
-
-def _cores() -> Finding:
-    count = len(os.sched_getaffinity(0))
-    advice = "" if count > 1 else "with one core, two ranks take turns"
-    return Finding("cores", "ok" if count > 1 else "limited", f"{count} usable", advice)
-
-
-_CHECKS: tuple[Callable[[], Finding], ...] = (
-    _python,
-    _torch,
-    _native,
-    _aggregation,
-    _deferred,
-    _checkpoint,
-    _training,
-    _mpi,
-    _parameters,
-    _switching,
-    _encryption,
-    _cores,
-    _mpi_library,
-    _cuda,
-    _xdp,
-    _huge_pages,
-    _limits,
-)
+# Each returns what it found, or raises.
+_CHECKS: dict[str, Callable[[], Finding | str]] = {
+    "Python": platform.python_version,
+    "torch": _torch,
+    "shared memory": _native,
+    "aggregation": _aggregation,
+    "deferred": _deferred,
+    "checkpoint": _checkpoint,
+    "training": _training,
+    "mpi": _mpi,
+    "parameters": _parameters,
+    "switching": _switching,
+    "encryption": _encryption,
+    "MPI": _mpi_library,
+    "CUDA": _cuda,
+}
 
 
 def _extras() -> Iterator[Finding]:
@@ -320,14 +240,15 @@ def _version(package: str) -> str:
 
 def examine() -> Iterator[Finding]:
     """Run all checks. A check that raises is a finding."""
-    for check in _CHECKS:
+    for subject, check in _CHECKS.items():
         try:
-            yield check()
+            found = check()
+        except TorchRelayError as error:
+            found = Finding(subject, "missing", str(error))
         except Exception as error:  # whatever it is, the other checks must still be seen
             advice = "reinstall torchrelay and torch, and report this if it stays"
-            yield Finding(
-                check.__name__.strip("_"), "missing", f"{type(error).__name__}: {error}", advice
-            )
+            found = Finding(subject, "missing", f"{type(error).__name__}: {error}", advice)
+        yield Finding(subject, "ok", found) if isinstance(found, str) else found
     yield from _extras()
 
 
