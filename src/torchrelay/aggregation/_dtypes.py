@@ -27,16 +27,10 @@ _BITWISE = (Op.BAND, Op.BOR, Op.BXOR)
 _COMPLEX_OPS = (Op.SUM, Op.AVG)
 
 # Numbers for types in messages and comparisons: the native ones first.
+_OTHERS = "bool complex64 complex128 complex32 uint16 uint32 uint64 float8_e4m3fn float8_e5m2"
 _CODES = {
     dtype: index
-    for index, dtype in enumerate(
-        [*NATIVE, torch.bool, torch.complex64, torch.complex128, torch.complex32]
-        + [
-            getattr(torch, name)
-            for name in ("uint16", "uint32", "uint64", "float8_e4m3fn", "float8_e5m2")
-            if hasattr(torch, name)
-        ]
-    )
+    for index, dtype in enumerate([*NATIVE, *(getattr(torch, name) for name in _OTHERS.split())])
 }
 
 

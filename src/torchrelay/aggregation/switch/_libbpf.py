@@ -62,11 +62,6 @@ class BpfMap(Generic[K, V]):
         flags = ctypes.c_uint64(0)
         self._check(self._library.bpf_map_update_elem, key, ctypes.byref(value), flags)
 
-    def __contains__(self, key: K) -> bool:
-        found = ctypes.byref(self._value())
-        error = self._library.bpf_map_lookup_elem(self._descriptor, ctypes.byref(key), found)
-        return bool(error == 0)
-
     def discard(self, key: K) -> None:
         """Delete an entry of a hash map, if it is there."""
         self._library.bpf_map_delete_elem(self._descriptor, ctypes.byref(key))

@@ -257,7 +257,9 @@ class XdpDataPlane(Resource):
         switch_port: int = ready[0].getsockname()[1]
         if data and data[0] >> 4 == _CONTROL_TYPE:
             return ControlMessage(data, address, port, switch_port)
-        is_member = any(SourceKey.of(address, one) in self._members for one in (port, 0))
+        with self._lock:
+            members = set().union(*(session.sources for session in self._sessions.values()))
+        is_member = not members.isdisjoint({(address, port), (address, 0)})
         return ControlMessage(b"", address, port, switch_port, coalesced=is_member)
 
     def send_control(self, message: bytes, address: str, port: int, switch_port: int) -> None:
