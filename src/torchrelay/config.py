@@ -209,12 +209,6 @@ class Mpi(Section, name="mpi"):
         False,
         "compare also whether all ranks record a collective, and shape and dtype of each message",
     )
-    convention: str = setting(
-        "sum",
-        "a gradient is the derivative of the sum of all ranks' losses (sum), or of one loss of "
-        "which every rank holds a replica (replicated)",
-        allowed=("sum", "replicated"),
-    )
     unreachable_policy: str = setting(
         "raise",
         "what to do if a backward pass cannot reach all communications recorded before it",

@@ -18,7 +18,6 @@ __all__ = [
     "has_saving_hooks",
     "is_transformed",
     "strip_dead_transform",
-    "transform_kinds",
     "transforms_active",
 ]
 
@@ -59,12 +58,6 @@ def after_backward(callback: Callable[[], None]) -> None:
 def forward_mode_active() -> bool:
     """Whether a forward-mode dual level is open."""
     return torch.autograd.forward_ad._current_level >= 0
-
-
-def transform_kinds() -> frozenset[str]:
-    """The kinds of the active ``torch.func`` transforms: Grad, Jvp, Vmap."""
-    functorch: Any = torch._C._functorch
-    return frozenset(each.key().name for each in functorch.get_interpreter_stack() or ())
 
 
 def strip_dead_transform(tensor: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -29,11 +28,11 @@ from torchrelay.errors import (
     TorchRelayError,
 )
 from torchrelay.mpi import _wait
-from torchrelay.mpi._dtypes import KERNELS, LOGICAL, NATIVE, Op, check_dtype, check_op
+from torchrelay.mpi._dtypes import KERNELS, LOGICAL, NATIVE, Op, check_op
 from torchrelay.mpi._headers import Headers
-from torchrelay.mpi._layout import Blocks
 from torchrelay.mpi._library import check_launcher, is_worker_of_rank
 from torchrelay.mpi._mailbox import Incoming, Mailbox
+from torchrelay.mpi._memory import Blocks
 from torchrelay.mpi._settings import settings
 from torchrelay.mpi._transport import ANY_SOURCE, PROC_NULL, UNDEFINED, Requests, Testable
 from torchrelay.world import Meeting, Ranks, World
@@ -50,57 +49,51 @@ _OPS = {
     Op.MIN: dist.ReduceOp.MIN,
     Op.MAX: dist.ReduceOp.MAX,
 }
-_UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)  # torch computes little with them
 
 
 def _fold(rows: Tensor, op: Op) -> Tensor:
     """Reduce ``rows`` along their first axis, in order."""
-    if rows.dtype in _UNSIGNED:
-        kernel = getattr(np, KERNELS[op].__name__)
-        every = rows.cpu().numpy()
-        reduced = functools.reduce(kernel, every).astype(every.dtype)
-        return torch.from_numpy(np.asarray(reduced)).to(rows.device)
-    total = rows[0]
-    for row in rows[1:]:
-        total = KERNELS[op](total, row)
+    total = functools.reduce(KERNELS[op], rows.unbind())
     return (total != 0).to(rows.dtype) if op in LOGICAL else total
 
 
-class _Request:
-    """A collective of c10d, and what completes its result. It begins in its turn."""
+def _nothing() -> None:
+    """Complete a result that the backend has written."""
 
-    __slots__ = ("_error", "_is_done", "_kept", "_on_host", "_then", "_work", "begin")
+
+class _Request:
+    """A collective of c10d, and what completes its result. It begins in its turn.
+
+    ``begin`` and ``then`` refer to all memory that it uses.
+    """
+
+    __slots__ = ("_begin", "_error", "_has_begun", "_is_done", "_on_host", "_then", "_work")
 
     def __init__(
-        self,
-        order: _Order,
-        begin: Callable[[], Any],
-        on_host: bool,
-        then: Callable[[], object] | None,
-        kept: Any,
+        self, order: _Order, begin: Callable[[], Any], then: Callable[[], object], on_host: bool
     ) -> None:
-        self._then, self._kept, self._on_host = then, kept, on_host
-        self.begin: Callable[[], Any] | None = begin
+        self._begin: Callable[[], Any] | None = begin
+        self._then, self._on_host = then, on_host
         self._error: Exception | None = None
         self._work: Any = None
-        self._is_done = False
+        self._has_begun = self._is_done = False
         order.append(self)
 
     def take_turn(self) -> bool:
         """Begin; return whether what follows may begin too."""
-        assert self.begin is not None
+        assert self._begin is not None
         try:
-            self._work = self.begin()
+            self._work = self._begin()
         except (RuntimeError, TorchRelayError) as error:
             self._error = error
-        self.begin = None  # last, because another thread may look
+        self._has_begun = True  # last, because another thread may look
         return True
 
     def Test(self) -> bool:
         _Order.proceed()  # which may test it too
         if self._is_done:
             return True
-        if self.begin is not None:
+        if not self._has_begun:
             return False
         try:
             if self._error is not None:
@@ -113,9 +106,8 @@ class _Request:
             raise
         except RuntimeError as error:
             raise PeerLostError(str(error).partition("\n")[0]) from error
-        if self._then is not None:
-            self._then()
-        self._is_done, self._kept = True, None
+        self._then()
+        self._is_done, self._begin = True, None
         return True
 
 
@@ -273,11 +265,7 @@ class C10dTransport:
         return self._sml
 
     def _start(
-        self,
-        begin: Callable[[Any], Any],
-        memory: Tensor,
-        then: Callable[[], object] | None = None,
-        kept: object = None,
+        self, begin: Callable[[Any], Any], memory: Tensor, then: Callable[[], object] = _nothing
     ) -> list[_Request]:
         """Start a collective of the backend for ``memory``, and then call ``then``."""
         device = memory.device.type
@@ -291,8 +279,8 @@ class C10dTransport:
                 self._peers,
             )
             self._order.append(_Check(making))
-        made, kept = making.made, (memory, kept)
-        return [_Request(self._order, lambda: begin(made.result()), device == HOST, then, kept)]
+        made = making.made
+        return [_Request(self._order, lambda: begin(made.result()), then, device == HOST)]
 
     def begin_after(self, comparison: Testable) -> None:
         self._order.append(_Check(comparison))
@@ -327,14 +315,12 @@ class C10dTransport:
         received: Tensor,
         counts: Sequence[int],
         arrived: bool,
-        then: Callable[[], object] | None = None,
-        kept: object = None,
+        then: Callable[[], object] = _nothing,
     ) -> Requests:
         """Send ``sent_counts[r]`` elements to rank r, and receive ``counts[r]`` from it."""
         if self._is_alone(sent):
             received.view(-1).copy_(sent.view(-1)[: received.numel()])
-            if then is not None:
-                then()
+            then()
             return []
         itemsize, options = sent.itemsize, _options(dist.AllToAllOptions, arrived)
         return self._start(
@@ -347,7 +333,6 @@ class C10dTransport:
             ),
             sent,
             then,
-            (received, kept),
         )
 
     def _gather_rows(
@@ -363,7 +348,6 @@ class C10dTransport:
             lambda backend: backend._allgather_base(flat_bytes(rows), flat_bytes(source), options),
             source,
             lambda: then(rows),
-            rows,
         )
 
     def _is_alone(self, memory: Tensor) -> bool:
@@ -390,11 +374,10 @@ class C10dTransport:
             return [_Blocking(reduce)]
         options = _options(dist.AllreduceOptions, arrived)
         options.reduceOp = _OPS[op]
-        return self._start(lambda backend: backend.allreduce([total], options), total, None, ours)
+        return self._start(lambda backend: backend.allreduce([total], options), total)
 
     def reduce(self, source: Tensor, result: Tensor, op: Op, root: int, arrived: bool) -> Requests:
-        into = result if self.rank == root or result is source else torch.empty_like(source)
-        return self.allreduce(source, into, op, arrived)
+        return self.allreduce(source, result, op, arrived)
 
     def scan(
         self,
@@ -427,11 +410,9 @@ class C10dTransport:
             [count] * self.size,
             arrived,
             lambda: result.view(-1).copy_(_fold(rows, op)),
-            result,
         )
 
     def broadcast(self, memory: Tensor, root: int, arrived: bool) -> Requests:
-        check_dtype(memory.dtype)
         if self._is_alone(memory):
             return []
         options = _options(dist.BroadcastOptions, arrived)
@@ -439,7 +420,6 @@ class C10dTransport:
         return self._start(lambda backend: backend.broadcast([flat_bytes(memory)], options), memory)
 
     def allgather(self, block: Tensor, received: Blocks, arrived: bool) -> Requests:
-        check_dtype(block.dtype)
         counts = received.layout.counts
         if len({*counts}) == 1:
             into = received.memory.view(-1)
@@ -450,7 +430,6 @@ class C10dTransport:
     def gather(
         self, block: Tensor, received: Blocks, root: int, total: int, arrived: bool
     ) -> Requests:
-        check_dtype(block.dtype)
         sent = [block.numel() * (rank == root) for rank in range(self.size)]
         return self._exchange(block, sent, received.memory, received.layout.counts, arrived)
 
@@ -466,7 +445,6 @@ class C10dTransport:
         return self._exchange(sent, counts, received, mine, arrived)
 
     def alltoall(self, sending: Blocks, received: Blocks, total: int, arrived: bool) -> Requests:
-        check_dtype(sending.memory.dtype)
         return self._exchange(
             sending.memory,
             sending.layout.counts,
@@ -478,7 +456,6 @@ class C10dTransport:
     # Messages
 
     def isend(self, memory: Tensor, dest: int, tag: int) -> Testable:
-        check_dtype(memory.dtype)
         if dest != PROC_NULL:
             contents = flat_bytes(memory).numpy().data
             self._mailbox.send(self._channel, self.rank, self._peers[dest], tag, contents)
@@ -503,17 +480,9 @@ class C10dTransport:
     def duplicate(self) -> C10dTransport:
         return self._part(str(next(self._children)), list(range(self.size)))
 
-    def split(
-        self, color: int, key: int, finish: Callable[[Testable], object]
-    ) -> C10dTransport | None:
-        child, mine = next(self._children), torch.tensor([color, key])
-        gathered: list[list[int]] = []
-        for request in self._gather_rows(mine, True, lambda rows: gathered.extend(rows.tolist())):
-            finish(request)
-        if color == UNDEFINED:
-            return None
-        members = [(their, rank) for rank, (c, their) in enumerate(gathered) if c == color]
-        return self._part(f"{child}/{color}", [rank for _, rank in sorted(members)])
+    def split(self, color: int, members: list[int]) -> C10dTransport | None:
+        child = next(self._children)
+        return None if color == UNDEFINED else self._part(f"{child}/{color}", members)
 
     def _part(self, name: str, members: list[int]) -> C10dTransport:
         store: Any = self._ranks.store

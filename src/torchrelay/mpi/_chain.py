@@ -10,11 +10,14 @@ Forward code inside a backward pass, such as a recomputed checkpoint, has its ow
 
 from __future__ import annotations
 
+import bisect
 import contextlib
+import itertools
 import threading
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,7 +31,20 @@ from torchrelay.mpi._settings import settings
 if TYPE_CHECKING:
     from torch.autograd.graph import Node
 
-__all__ = ["ROOT", "Chain", "Link", "active", "adjoint_chain", "chain", "current", "reset"]
+    from torchrelay.mpi._record import Call
+
+__all__ = [
+    "ROOT",
+    "Answer",
+    "Chain",
+    "Link",
+    "adjoint_chain",
+    "backward",
+    "chain",
+    "current",
+    "grad",
+    "reset",
+]
 
 MAIN = threading.main_thread().ident
 
@@ -41,12 +57,11 @@ class Chain:
 
     __slots__ = (
         "__weakref__",
+        "answers",
         "begun",
         "first",
         "head",
         "names",
-        "operations",
-        "receipts",
         "slot",
         "task",
         "warned",
@@ -56,9 +71,8 @@ class Chain:
         self.slot = slot
         self.head: Tensor | None = ROOT
         self.names: list[str] = []
-        self.operations: list[Any] = []  # its non-blocking collectives
+        self.answers: defaultdict[Any, _Answers] = defaultdict(_Answers)
         self.first: weakref.ref[Node] | None = None
-        self.receipts: dict[Any, Any] = {}  # of messages, by communicator, source and tag
         self.task = -1  # the backward pass that runs, or ran last
         self.begun = 0  # the position it begins at
         self.warned = False
@@ -86,6 +100,75 @@ class Chain:
         self.head = None
 
 
+class _Answers:
+    """The derivatives of started communications that must begin last start first.
+
+    They may be waited for in another order: a cotangent that arrives before those of later starts
+    is kept until these have begun.
+    """
+
+    __slots__ = ("answers", "left", "task")
+
+    def __init__(self) -> None:
+        self.answers: list[Answer] = []
+        self.task = -1
+        self.left = 0  # of the backward pass ``task``: how many of the first have not begun
+
+    def advance(self, until: Answer | None = None) -> None:
+        """Begin those whose cotangents have arrived; down to ``until``, also without them."""
+        task = _torch.backward_id()
+        if self.task != task:
+            self.task, self.left = task, len(self.answers)
+        while self.left:
+            answer = self.answers[self.left - 1]
+            if answer.position <= answer.chain.begun:  # this backward pass reaches it
+                has_arrived = answer.grad is not None and answer.grad[0] == task
+                if not has_arrived and until is None:
+                    return
+                grad, answer.grad = answer.grad, None
+                answer.task = task
+                self.left -= 1
+                answer.begin(grad[1] if grad is not None and has_arrived else None)
+            else:
+                self.left -= 1
+            if answer is until:
+                return
+
+
+class Answer:
+    """The derivative of a started communication.
+
+    Args:
+        place: what it communicates over, and with whom, which decides what must keep an order.
+        number: from ``numbers``, by the order of the starts.
+        begin: begins it, with the cotangent, or None for zeros.
+    """
+
+    __slots__ = ("answers", "begin", "chain", "grad", "number", "position", "task")
+
+    numbers = itertools.count()
+
+    def __init__(
+        self, chain: Chain, place: object, number: int, begin: Callable[[Tensor | None], object]
+    ) -> None:
+        self.chain, self.position = chain, len(chain.names)
+        self.number, self.begin = number, begin
+        self.task = -1  # the backward pass in which it began
+        self.grad: tuple[int, Tensor] | None = None  # the pass it came in, and the cotangent
+        self.answers = chain.answers[place]
+        bisect.insort(self.answers.answers, self, key=lambda answer: answer.number)
+
+    def give(self, grad: Tensor) -> None:
+        """Begin with ``grad``, once those of later starts have begun."""
+        self.grad = (_torch.backward_id(), grad)
+        self.answers.advance()
+
+    def force(self) -> None:
+        """Begin, also without a cotangent."""
+        if self.task != _torch.backward_id():
+            self.answers.advance(until=self)
+
+
 class Slot:
     """Holds the chain that communications join: one per thread, and one per backward pass."""
 
@@ -102,13 +185,19 @@ class Slot:
 
 
 class Link:
-    """Place of a recorded communication in its chain."""
+    """A recorded communication, and its place in its chain.
 
-    __slots__ = ("chain", "done", "name", "position")
+    Attributes:
+        like: shape, dtype and device of its result.
+        saved_count: its derivative needs this many of the saved tensors, the first.
+    """
 
-    def __init__(self, chain: Chain, node: Node, name: str) -> None:
-        self.chain = chain
-        self.name = name
+    __slots__ = ("call", "chain", "done", "like", "position", "saved_count")
+
+    def __init__(self, chain: Chain, node: Node, call: Call, y: Tensor, saved_count: int) -> None:
+        self.chain, self.call = chain, call
+        self.like = (y.shape, y.dtype, y.device)
+        self.saved_count = saved_count
         self.position = len(chain.names)
         self.done = False
         if self.position == 1 and chain.first is None:
@@ -123,9 +212,9 @@ class Link:
         if self.done:
             if is_used:
                 raise GraphError(
-                    f"a second backward pass reaches {self.name}, whose backward has run: pass "
-                    "retain_graph=True to the first backward pass on every rank, or add the losses "
-                    "and differentiate the sum"
+                    f"a second backward pass reaches {self.call.name}, whose backward has run: "
+                    "pass retain_graph=True to the first backward pass on every rank, or add the "
+                    "losses and differentiate the sum"
                 )
             return False
         chain, task = self.chain, _torch.backward_id()
@@ -225,12 +314,6 @@ def begin_compiled(task: int) -> None:
             _main.renew().task = task
 
 
-def active() -> Chain | None:
-    """Return the thread's chain if it has recorded communications."""
-    chain = _here.slot.chain
-    return chain if chain.head is not ROOT else None
-
-
 _scratches: dict[int, Slot] = {}
 
 
@@ -285,3 +368,79 @@ def chain() -> Iterator[None]:
 def reset() -> None:
     """Discard all recorded communications; later backward passes do not run them."""
     _here.slot.renew()
+
+
+# Backward passes that reach every communication, whether or not the loss depends on it.
+
+
+def backward(
+    loss: Tensor | None = None,
+    gradient: Tensor | None = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+) -> None:
+    """Call ``loss.backward(gradient)`` through all communications since the last backward pass.
+
+    Collective over all ranks that communicated. A rank without a loss passes none.
+
+    Args:
+        loss: any shape; a scalar needs no ``gradient``.
+        gradient: of the shape of ``loss``; a scalar loss needs none.
+        retain_graph: as for ``Tensor.backward``.
+        create_graph: as for ``Tensor.backward``.
+    """
+    outputs, grads = _roots([] if loss is None else [loss], [] if loss is None else [gradient])
+    if outputs:
+        torch.autograd.backward(outputs, grads, retain_graph, create_graph)
+
+
+def grad(
+    outputs: Tensor | Sequence[Tensor],
+    inputs: Tensor | Sequence[Tensor],
+    grad_outputs: Tensor | Sequence[Tensor | None] | None = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    allow_unused: bool = False,
+    materialize_grads: bool = False,
+) -> tuple[Tensor, ...]:
+    """Call ``torch.autograd.grad`` through all communications since the last backward pass.
+
+    Collective over all ranks that communicated. Arguments and results are those of
+    ``torch.autograd.grad``.
+
+    Raises:
+        GraphError: the outputs do not depend on an input, and ``allow_unused`` is false.
+    """
+    outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
+    inputs = [inputs] if isinstance(inputs, Tensor) else list(inputs)
+    if grad_outputs is None:
+        grad_outputs = [None] * len(outputs)
+    elif isinstance(grad_outputs, Tensor):
+        grad_outputs = [grad_outputs]
+    roots, cotangents = _roots(outputs, list(grad_outputs))
+    results = torch.autograd.grad(
+        roots,
+        [*inputs, ROOT],
+        cotangents,
+        retain_graph=retain_graph,
+        create_graph=create_graph,
+        allow_unused=True,
+        materialize_grads=materialize_grads,
+    )[:-1]
+    if not allow_unused and any(g is None for g in results):
+        unused = [number for number, g in enumerate(results) if g is None]
+        raise GraphError(
+            f"the outputs do not depend on inputs {unused}; allow_unused=True gives None for them"
+        )
+    return results
+
+
+def _roots(
+    outputs: list[Tensor], grads: list[Tensor | None]
+) -> tuple[list[Tensor], list[Tensor | None]]:
+    """Return the outputs that have a graph, and the head of the chain."""
+    pairs = [(y, g) for y, g in zip(outputs, grads, strict=True) if y.requires_grad]
+    head = _here.slot.chain.head
+    if head is not None and head is not ROOT:
+        pairs.append((head, torch.zeros_like(head)))
+    return [y for y, _ in pairs], [g for _, g in pairs]

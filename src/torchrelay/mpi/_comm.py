@@ -1,52 +1,189 @@
-"""What other modules use of communicators, and their methods' modules inherit."""
+"""What all communicators are: ranks, the transports between them, and settings.
+
+A communicator has two duplicates: one for the communication of backward passes, and one over which
+waiting ranks report their state.
+"""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TypeVar
 
-if TYPE_CHECKING:
-    from torchrelay.mpi._transport import Transport
+from torchrelay.errors import ArgumentError
+from torchrelay.mpi import _compiled, _headers, _wait
+from torchrelay.mpi._dtypes import check_integer
+from torchrelay.mpi._transport import ANY_SOURCE, ANY_TAG, PROC_NULL, Transport
 
-__all__ = ["CartComm", "Comm", "SharedState"]
+__all__ = ["WORLD_NAME", "Comm", "Lease"]
 
-
-class SharedState(Protocol):
-    """State that a communicator and its copies share."""
-
-    control: Transport
-    ended: set[int]
-    is_freed: bool
-    rank: int
-    size: int
+_C = TypeVar("_C", bound="Comm")
+_names = itertools.count()
+WORLD_NAME = "COMM_WORLD"
 
 
-class Comm(Protocol):
-    """A communicator: its ranks, and the transport between them."""
+class Lease:
+    """State shared by a communicator and its copies.
 
-    transport: Transport
-    lease: SharedState
-    rank: int
-    size: int
-    name: str
-    convention: str
-    unreachable_policy: str | None
-    is_reverse: bool
+    Attributes:
+        control: carries messages of waiting ranks.
+        ended: the ranks that have ended.
+        is_freed: whether the communicator has been freed.
+    """
+
+    __slots__ = ("__weakref__", "control", "ended", "is_freed", "owned", "rank", "size")
+
+    def __init__(self, transport: Transport, is_owned: bool) -> None:
+        """Collective over the ranks of ``transport``."""
+        self.rank, self.size = transport.rank, transport.size
+        self.ended: set[int] = set()
+        self.is_freed = False
+        self.owned = [transport] if is_owned else []
+        self.control = self.duplicate(transport)
+        _wait.register(self)
+
+    def duplicate(self, transport: Transport) -> Transport:
+        """Return a duplicate of ``transport``, to be freed with the rest. Collective."""
+        copy: Transport = transport.duplicate()
+        self.owned.append(copy)
+        return copy
+
+    def free(self) -> None:
+        """Free the transports. Collective."""
+        self.is_freed = True
+        _wait.unregister(self)
+        for transport in self.owned:
+            transport.free()
+
+
+class Comm:
+    """The base of communicators, whose functions are in classes derived from it.
+
+    ``number`` is that by which compiled code finds it.
+    """
+
     number: int
 
+    def __init__(
+        self, transport: Transport, name: str | None = None, is_owned: bool = False
+    ) -> None:
+        """Use ``transport``, and free it if it ``is_owned``. Collective over its ranks."""
+        self.rank, self.size = transport.rank, transport.size
+        self.name = name or f"communicator {next(_names)}"
+        self.convention = "sum"
+        self.unreachable_policy: str | None = None  # None: as the setting
+        self.is_reverse = False
+        self.lease = Lease(transport, is_owned)
+        self._use(transport)
+
+    def _use(self, transport: Transport) -> None:
+        """Use ``transport``, and in backward passes a duplicate. Collective."""
+        self.transport = transport
+        self._reverse: Comm | None = None
+        reverse = self._copy()
+        reverse.transport = self.lease.duplicate(transport)
+        reverse.name = f"{self.name} (backward)"
+        reverse.is_reverse = True
+        self._reverse = reverse
+        self.number = reverse.number = _compiled.register(self)
+
     @property
-    def reverse(self) -> Comm: ...
+    def reverse(self) -> Comm:
+        """The communicator of backward passes; for that one, itself."""
+        return self if self._reverse is None else self._reverse
+
+    def _copy(self: _C) -> _C:
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__)
+        return other
+
+    def __repr__(self) -> str:
+        return f"<{self.name}: rank {self.rank} of {self.size}>"
+
     def replace(
-        self, convention: str | None = None, unreachable_policy: str | None = None
-    ) -> Comm: ...
-    def check_rank(self, rank: int) -> int: ...
-    def check_dest(self, rank: int, tag: int) -> tuple[int, int]: ...
-    def check_source(self, rank: int, tag: int) -> tuple[int, int]: ...
+        self: _C, convention: str | None = None, unreachable_policy: str | None = None
+    ) -> _C:
+        """Return this communicator with other settings. Not collective.
 
+        Args:
+            convention: ``"sum"`` or ``"replicated"``.
+            unreachable_policy: ``"raise"``, ``"warn"`` or ``"ignore"``, instead of
+                ``TORCHRELAY_MPI_UNREACHABLE_POLICY``.
 
-class CartComm(Comm, Protocol):
-    """A communicator whose ranks form a grid."""
+        Raises:
+            ArgumentError: a value is not one of these.
+        """
+        convention = convention or self.convention
+        policy = unreachable_policy or self.unreachable_policy
+        if (convention, policy) == (self.convention, self.unreachable_policy):
+            return self
+        if convention not in ("sum", "replicated"):
+            raise ArgumentError(f"convention={convention!r}: it must be 'sum' or 'replicated'")
+        if policy not in (None, "raise", "warn", "ignore"):
+            raise ArgumentError(
+                f"unreachable_policy={policy!r}: it must be 'raise', 'warn' or 'ignore'"
+            )
+        other = self._copy()
+        other.convention, other.unreachable_policy = convention, policy
+        if self._reverse is not None:
+            other._reverse = self._reverse._copy()
+            other._reverse.convention, other._reverse.unreachable_policy = convention, policy
+        if not self.is_reverse:
+            _compiled.join(other)
+        return other
 
-    faces: Transport
-    dims: Sequence[int]
-    neighbors: Any
+    def Free(self) -> None:
+        """Release the communicator, which MPI has few of. Collective.
+
+        Neither it nor its copies (:meth:`replace`) can be used afterwards.
+
+        Raises:
+            ArgumentError: it is ``COMM_WORLD``.
+        """
+        if self.name == WORLD_NAME:
+            raise ArgumentError(f"{self.name} cannot be freed")
+        if not self.lease.is_freed:
+            self._agree("Free")
+            self.lease.free()
+
+    def _agree(
+        self, name: str, arguments: str = "", numbers: Sequence[int] = ()
+    ) -> Sequence[Sequence[int]]:
+        """Wait until all ranks call ``name``, and return the numbers of all."""
+        _wait.check_usable(self)
+        call = _wait.Named(self, f"{name}({arguments})")
+        return _headers.agree(call, (name, arguments), numbers)
+
+    def __enter__(self: _C) -> _C:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        """Free it, unless the block raised: other ranks may not leave theirs then."""
+        if kind is None:
+            self.Free()
+
+    def check_rank(self, rank: int) -> int:
+        """Raise :class:`ArgumentError` if there is no such rank."""
+        check_integer("rank", rank)
+        if not 0 <= rank < self.size:
+            raise ArgumentError(f"rank {rank} of {self.name}, which has ranks 0 to {self.size - 1}")
+        return rank
+
+    def check_dest(self, rank: int, tag: int) -> tuple[int, int]:
+        """Raise :class:`ArgumentError` if ``dest`` is neither a rank nor ``MPI_PROC_NULL``."""
+        check_integer("dest", rank)
+        check_integer("tag", tag)
+        if rank != PROC_NULL:
+            self.check_rank(rank)
+        if not 0 <= tag <= self.transport.max_tag:
+            raise ArgumentError(
+                f"tag {tag}: a message has a tag from 0 to {self.transport.max_tag}"
+            )
+        return rank, tag
+
+    def check_source(self, rank: int, tag: int) -> tuple[int, int]:
+        """Raise :class:`ArgumentError` if ``source`` is no rank, wildcard or ``MPI_PROC_NULL``."""
+        check_integer("source", rank)
+        check_integer("tag", tag)
+        self.check_dest(PROC_NULL if rank == ANY_SOURCE else rank, 0 if tag == ANY_TAG else tag)
+        return rank, tag

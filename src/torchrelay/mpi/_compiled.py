@@ -2,8 +2,8 @@
 
 It takes and returns the token of the chain, as an eager communication does. A compiled region thus
 joins the chain as one node, both passes keep the order, and no communication is eliminated as
-unused. Its other arguments encode a communication: a number for the communicator, the name of the
-class for the function, and integers for its arguments. Shapes and derivatives are those of the
+unused. Its other arguments encode a communication: the name of the class for the function, and
+integers for the communicator and the function's arguments. Shapes and derivatives are those of the
 class.
 """
 
@@ -14,37 +14,25 @@ import itertools
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from torchrelay import _torch
 from torchrelay.mpi import _chain
-from torchrelay.mpi._comm import Comm
 
-__all__ = ["Traceable", "communicate", "communicator", "eager_only", "join", "register"]
+if TYPE_CHECKING:
+    from torchrelay.mpi._comm import Comm
+    from torchrelay.mpi._record import Call
+
+__all__ = ["communicate", "communicator", "eager_only", "join", "kinds", "register"]
 
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-class Traceable(Protocol):
-    """The interface of communications for the operator; see ``Call``."""
-
-    comm: Comm
-
-    def in_graph(self, x: Tensor) -> Traceable | None: ...
-    def encode(self) -> list[int]: ...
-    @classmethod
-    def decode(cls, comm: Comm, code: Sequence[int]) -> Traceable: ...
-    def result_shape(self, shape: Sequence[int]) -> list[int]: ...
-    def differentiable(self, x: Tensor) -> bool: ...
-    def forward(self, x: Tensor) -> Tensor: ...
-    def adjoint(self, grad: Tensor) -> Any: ...
-
-
-kinds: dict[str, type[Traceable]] = {}
+kinds: dict[str, type[Call]] = {}
 """The classes of communications by their names, to which each class adds itself."""
 
 _numbers = itertools.count()
@@ -69,7 +57,7 @@ def communicator(number: int) -> Comm:
     return next(iter(_communicators[number]))
 
 
-def communicate(call: Traceable, x: Tensor, eager: Callable[[Any, Tensor], Tensor]) -> Tensor:
+def communicate(call: Call, x: Tensor, eager: Callable[[Any, Tensor], Tensor]) -> Tensor:
     """Run ``call`` on ``x`` as a traceable operator, or ``eager(call, x)`` outside of the graph.
 
     It runs outside if a shape depends on other ranks' arguments, if the sender is unknown, or
@@ -82,12 +70,11 @@ def communicate(call: Traceable, x: Tensor, eager: Callable[[Any, Tensor], Tenso
         disable: Any = torch.compiler.disable
         outside = disable(eager, reason="ranks take unequal parts, or receive from any rank")
         return outside(call, x)  # type: ignore[no-any-return]
-    chain, comm = _chain.current_compiled(), traced.comm
-    arguments = (comm.number, comm.convention, type(traced).__name__, traced.encode(), False)
+    chain = _chain.current_compiled()
     if not call.differentiable(x):
         with torch.no_grad():
-            return _operator(x, chain.head, *arguments)[0]  # type: ignore[no-any-return]
-    y, chain.head = _operator(x, chain.head, *arguments)
+            return _operator(x, chain.head, *_encoded(traced))[0]  # type: ignore[no-any-return]
+    y, chain.head = _operator(x, chain.head, *_encoded(traced))
     return y  # type: ignore[no-any-return]
 
 
@@ -107,50 +94,35 @@ def eager_only(function: _Function) -> _Function:
     return run  # type: ignore[return-value]
 
 
-_NOTHING = ""  # a backward pass without communication: the chain's backward pass begins even so
+NOTHING = ("", [0, 0, 1])  # a backward pass without communication begins that of the chain
 
 
-def _decode(
-    comm: int, convention: str, kind: str, code: Sequence[int], backward: bool
-) -> Traceable:
-    found = communicator(comm).replace(convention=convention)
-    return kinds[kind].decode(found.reverse if backward else found, code)
+def _encoded(call: Call) -> tuple[str, list[int]]:
+    comm = call.comm
+    context = (comm.number, int(comm.convention == "replicated"), int(comm.is_reverse))
+    return type(call).__name__, [*context, *call.encode()]
+
+
+def _decoded(kind: str, code: Sequence[int]) -> Call:
+    number, is_replicated, is_reverse, *rest = code
+    comm = communicator(number).replace("replicated" if is_replicated else "sum")
+    return kinds[kind].decode(comm.reverse if is_reverse else comm, rest)
 
 
 @torch.library.custom_op("torchrelay::mpi", mutates_args=())
-def _operator(
-    x: Tensor,
-    token: Tensor,
-    comm: int,
-    convention: str,
-    kind: str,
-    code: Sequence[int],
-    backward: bool,
-) -> tuple[Tensor, Tensor]:
-    if backward:
+def _operator(x: Tensor, token: Tensor, kind: str, code: Sequence[int]) -> tuple[Tensor, Tensor]:
+    if code[2]:
         _chain.begin_compiled(_torch.backward_id())
     else:
         _chain.check_compiled()
-    if kind == _NOTHING:
-        return x.clone(), torch.zeros_like(token)
-    y = _decode(comm, convention, kind, code, backward).forward(x)
+    y = _decoded(kind, code).forward(x) if kind else x
     return y.clone() if y.data_ptr() == x.data_ptr() else y.contiguous(), torch.zeros_like(token)
 
 
 @_operator.register_fake
-def _(
-    x: Tensor,
-    token: Tensor,
-    comm: int,
-    convention: str,
-    kind: str,
-    code: Sequence[int],
-    backward: bool,
-) -> tuple[Tensor, Tensor]:
-    if kind == _NOTHING:
-        return torch.empty_like(x), torch.empty_like(token)
-    call = _decode(comm, convention, kind, code, backward)
-    return x.new_empty(call.result_shape(x.shape)), torch.empty_like(token)
+def _(x: Tensor, token: Tensor, kind: str, code: Sequence[int]) -> tuple[Tensor, Tensor]:
+    shape = _decoded(kind, code).result_shape(x.shape) if kind else x.shape
+    return x.new_empty(shape), torch.empty_like(token)
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -158,16 +130,12 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) 
 
 
 def _backward(ctx: Any, grad: Tensor, token: Tensor) -> tuple[Any, ...]:
-    call, grad, complete = _decode(*ctx.call).adjoint(grad)
-    number, convention = ctx.call[:2]
+    call, grad, complete = _decoded(*ctx.call).adjoint(grad)
     if call is None:
-        token, _ = _operator(token, token, number, convention, _NOTHING, [], True)
+        token, _ = _operator(token, token, *NOTHING)
     else:
-        name = type(call).__name__
-        grad, token = _operator(
-            grad, token, number, call.comm.convention, name, call.encode(), call.comm.is_reverse
-        )
-    return complete(grad), token, *([None] * len(ctx.call))
+        grad, token = _operator(grad, token, *_encoded(call))
+    return complete(grad), token, None, None
 
 
 _operator.register_autograd(_backward, setup_context=_remember)

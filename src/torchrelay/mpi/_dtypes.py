@@ -8,6 +8,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,7 +16,7 @@ from torchrelay import _native
 from torchrelay.errors import ArgumentError
 
 __all__ = [
-    "BITWISE",
+    "ARITHMETIC",
     "CODES",
     "DTYPES",
     "KERNELS",
@@ -23,7 +24,9 @@ __all__ = [
     "NATIVE",
     "Op",
     "check_dtype",
+    "check_integer",
     "check_op",
+    "check_order",
     "check_reduction",
     "check_tensor",
     "is_differentiable",
@@ -50,7 +53,6 @@ class Op(enum.Enum):
 
 
 LOGICAL = (Op.LAND, Op.LOR, Op.LXOR)
-BITWISE = (Op.BAND, Op.BOR, Op.BXOR)
 ARITHMETIC = (Op.SUM, Op.PROD, Op.MAX, Op.MIN)
 
 DTYPES = (
@@ -59,9 +61,6 @@ DTYPES = (
     torch.int16,
     torch.int32,
     torch.int64,
-    torch.uint16,
-    torch.uint32,
-    torch.uint64,
     torch.float16,
     torch.bfloat16,
     torch.float32,
@@ -83,7 +82,7 @@ KERNELS: dict[Op, Callable[..., Tensor]] = {
     Op.BOR: torch.bitwise_or,
     Op.BXOR: torch.bitwise_xor,
 }
-"""Each reduction of two tensors, by a function that numpy has under the same name."""
+"""Each reduction of two tensors."""
 
 
 def _native_table() -> dict[tuple[torch.dtype, Op], tuple[_native.Dtype, _native.Op]]:
@@ -110,6 +109,12 @@ def check_tensor(x: object) -> None:
     """Raise :class:`ArgumentError` if ``x`` is no tensor."""
     if not isinstance(x, Tensor):
         raise ArgumentError(f"a tensor is needed, not {type(x).__name__}")
+
+
+def check_integer(name: str, given: object) -> None:
+    """Raise :class:`ArgumentError` if ``given`` is no integer."""
+    if not isinstance(given, (int, np.integer)):
+        raise ArgumentError(f"{name} must be an integer, not {type(given).__name__}")
 
 
 def check_reduction(op: object) -> None:
@@ -139,7 +144,23 @@ def check_op(dtype: torch.dtype, op: Op) -> None:
     else:
         is_defined = op in ARITHMETIC or (op in KERNELS and not dtype.is_floating_point)
     if not is_defined:
-        raise ArgumentError(f"MPI_{op.value} is not defined for {dtype}")
+        raise _undefined(dtype, op)
+
+
+def check_order(dtype: torch.dtype, op: Op) -> None:
+    """Raise :class:`ArgumentError` if ``op`` needs an order, and ``dtype`` is complex."""
+    if dtype.is_complex and op is not Op.PROD:
+        raise _undefined(dtype, op)
+
+
+def _undefined(dtype: torch.dtype, op: Op) -> ArgumentError:
+    if dtype.is_complex:
+        hint = "pass a real tensor, such as torch.view_as_real(x) or x.abs()"
+    elif op not in KERNELS:
+        hint = "only Allreduce takes it"
+    else:
+        hint = "pass a tensor of integers or bool, such as x != 0"
+    return ArgumentError(f"MPI_{op.value} is not defined for {dtype}; {hint}")
 
 
 def is_differentiable(dtype: torch.dtype) -> bool:

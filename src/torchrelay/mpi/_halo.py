@@ -1,93 +1,55 @@
 """Exchange with the neighbours in a grid: Neighbor_alltoall and Halo_exchange.
 
-What one rank sends down, its lower neighbour receives from above, so the derivative is the same
-exchange of the cotangents. Axes are exchanged in turn, each with the halos of the previous ones,
-which fills the corners.
+What goes down comes from above, and the other way round. Axes are exchanged in turn, each with the
+halos of the previous ones, which fills the corners.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from torchrelay.errors import ArgumentError, UnsupportedError
-from torchrelay.mpi._comm import CartComm
-from torchrelay.mpi._layout import axis_of
-from torchrelay.mpi._memory import packed, pieces, placed
-from torchrelay.mpi._message import Incoming
-from torchrelay.mpi._record import Adjoint, Call, Started, record
-from torchrelay.mpi._transport import PROC_NULL, Testable
+from torchrelay.errors import ArgumentError
+from torchrelay.mpi._comm import Comm
+from torchrelay.mpi._dtypes import check_tensor
+from torchrelay.mpi._memory import axis_of
+from torchrelay.mpi._point_to_point import Sendrecv
+from torchrelay.mpi._record import record
+from torchrelay.mpi._transport import PROC_NULL, Transport
 
 __all__ = ["Neighbors"]
 
-TO_LOWER, TO_UPPER = 1, 2
 
+class Neighbors(Comm):
+    """A grid of ranks and its functions."""
 
-@dataclass(slots=True, eq=False)
-class Faces(Call):
-    """A flat tensor: ``lower`` elements for the lower neighbour, the rest for the upper."""
+    def __init__(self, transport: Transport, dims: list[int], periods: list[bool]) -> None:
+        super().__init__(transport, is_owned=True)
+        self.dims, self.periods = dims, periods
+        self.coords = [int(coord) for coord in np.unravel_index(self.rank, dims)]
+        self.neighbors = [(self._at(d, -1), self._at(d, 1)) for d in range(len(dims))]
+        self._faces = self._copy()
+        self._faces._use(self.lease.duplicate(transport))
 
-    name = "Neighbor_exchange"
-    comm: CartComm
-    dim: int
-    lower: int
+    def _at(self, dim: int, step: int) -> int:
+        """Return the rank ``step`` away along ``dim``; PROC_NULL beyond a border."""
+        coords = [coord + step * (d == dim) for d, coord in enumerate(self.coords)]
+        if not (self.periods[dim] or 0 <= coords[dim] < self.dims[dim]):
+            return PROC_NULL
+        return int(np.ravel_multi_index(coords, self.dims, mode="wrap"))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Exchange messages, which only their two ranks compare."""
-        source = packed(x)
-        return placed(self.start(source, (), False).finish(self), x)
+    def _exchange(self, dim: int, lower: Tensor, upper: Tensor) -> tuple[Tensor, Tensor]:
+        """Send ``lower`` and ``upper`` to the neighbours along ``dim`` and return theirs."""
+        below, above = self.neighbors[dim]
+        return self._shift(upper, above, below), self._shift(lower, below, above)
 
-    def start(self, x: Tensor, numbers: Sequence[Sequence[int]], arrived: bool) -> Started:
-        result = torch.zeros_like(x)  # stays zero beyond the border of the grid
-        faces, (below, above) = self.comm.faces, self.comm.neighbors[self.dim]
-        sent, received = (
-            x.split_with_sizes(self._cut(x, self.lower)),
-            result.split_with_sizes(self._cut(x, x.numel() - self.lower)),
-        )
-        requests: list[Testable] = []
-        for part, peer, tag in ((received[0], below, TO_UPPER), (received[1], above, TO_LOWER)):
-            requests += [
-                Incoming(faces.irecv(piece, peer, tag), piece, self)
-                for (piece,) in pieces(part, most_bytes=faces.most_bytes)
-            ]
-        for part, peer, tag in ((sent[0], below, TO_LOWER), (sent[1], above, TO_UPPER)):
-            requests += [
-                faces.isend(piece, peer, tag)
-                for (piece,) in pieces(part, most_bytes=faces.most_bytes)
-            ]
-        return Started(requests, lambda: result, x)
-
-    @staticmethod
-    def _cut(x: Tensor, first: int) -> list[int]:
-        return [first, x.numel() - first]
-
-    def adjoint(self, grad: Tensor) -> Adjoint:
-        reverse: CartComm = self.comm.reverse  # type: ignore[assignment]
-        return Adjoint(Faces(reverse, self.dim, grad.numel() - self.lower), grad)
-
-    def batched(self) -> Call:
-        raise UnsupportedError("exchange with neighbours under torch.vmap")
-
-    def arguments(self) -> str:
-        return f"dim={self.dim}"
-
-    def peers(self) -> Iterable[int]:
-        return [peer for peer in self.comm.neighbors[self.dim] if peer != PROC_NULL]
-
-
-def exchange(comm: CartComm, dim: int, lower: Tensor, upper: Tensor) -> tuple[Tensor, Tensor]:
-    """Send ``lower`` and ``upper`` to the neighbours along ``dim`` and return theirs."""
-    flat = torch.cat([lower.reshape(-1), upper.reshape(-1)])
-    got = record(Faces(comm, dim, lower.numel()), flat)
-    from_lower, from_upper = got.split_with_sizes([upper.numel(), lower.numel()])
-    return from_lower.view(upper.shape), from_upper.view(lower.shape)
-
-
-class Neighbors(CartComm):
-    """The functions of a grid of ranks."""
+    def _shift(self, x: Tensor, dest: int, source: int) -> Tensor:
+        """Send ``x`` to ``dest``, and return what comes from ``source``; zeros from none."""
+        faces = self._faces.replace(self.convention, self.unreachable_policy)
+        return record(Sendrecv(faces, dest, 0, source, 0, tuple(x.shape), dtype=x.dtype), x)
 
     def Neighbor_alltoall(self, tensor: Tensor) -> Tensor:
         """Exchange with all neighbours. Blocking.
@@ -99,6 +61,7 @@ class Neighbors(CartComm):
         Returns:
             The neighbours' parts in the same places; zeros at a border.
         """
+        check_tensor(tensor)
         dims = len(self.dims)
         if tensor.ndim == 0 or tensor.shape[0] != 2 * dims:
             raise ArgumentError(
@@ -106,7 +69,7 @@ class Neighbors(CartComm):
                 f"not {tuple(tensor.shape)}"
             )
         pairs = [(d, tensor[2 * d], tensor[2 * d + 1]) for d in range(dims)]
-        return torch.stack([part for pair in pairs for part in exchange(self, *pair)])
+        return torch.stack([part for pair in pairs for part in self._exchange(*pair)])
 
     def Halo_exchange(
         self,
@@ -129,7 +92,7 @@ class Neighbors(CartComm):
                 grid.
         """
         x, dims = tensor, len(self.dims)
-        axes = list(range(dims)) if axes is None else [axis_of(axis, x.ndim) for axis in axes]
+        axes = [axis_of(axis, x) for axis in (range(dims) if axes is None else axes)]
         widths = [width] * dims if isinstance(width, int) else list(width)
         if len(axes) != dims or len(widths) != dims:
             raise ArgumentError(
@@ -144,8 +107,8 @@ class Neighbors(CartComm):
                     f"{length}"
                 )
             if below or above:
-                lower, upper = exchange(
-                    self, dim, x.narrow(axis, 0, above), x.narrow(axis, length - below, below)
+                lower, upper = self._exchange(
+                    dim, x.narrow(axis, 0, above), x.narrow(axis, length - below, below)
                 )
                 x = torch.cat([lower, x, upper], axis)
         return x

@@ -13,7 +13,7 @@ import functools
 import hashlib
 import time
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -23,10 +23,13 @@ from torchrelay import _native
 from torchrelay._waiting import listed
 from torchrelay.errors import MismatchError
 from torchrelay.mpi import _compiled, _wait
-from torchrelay.mpi._comm import Comm
 from torchrelay.mpi._dtypes import Op
 from torchrelay.mpi._settings import settings
 from torchrelay.mpi._transport import Transport
+
+if TYPE_CHECKING:
+    from torchrelay.mpi._comm import Comm
+    from torchrelay.mpi._record import Call
 
 __all__ = [
     "MAX_NUMBERS",
@@ -34,7 +37,6 @@ __all__ = [
     "Fields",
     "Headers",
     "agree",
-    "barrier",
     "described",
     "exchange_numbers",
     "exchange_values",
@@ -49,13 +51,6 @@ STARTED = 1  # bit of a digest: the data follows without waiting for the headers
 
 Fields = tuple[Any, ...]
 """What must be equal on all ranks: the arguments of :func:`described`."""
-
-
-class Compared(_wait.Waiting, Protocol):
-    """A collective that can be compared."""
-
-    def fields(self, x: Tensor) -> Fields: ...
-    def numbers(self, x: Tensor) -> Sequence[int]: ...
 
 
 def payload_bytes(size: int) -> int:
@@ -167,16 +162,18 @@ def described(
     return f"{text}, {recorded} by autograd" if recorded else text
 
 
-def exchange_numbers(call: Compared, x: Tensor) -> Sequence[Sequence[int]]:
+def exchange_numbers(
+    call: _wait.Waiting, fields: Fields, numbers: Sequence[int]
+) -> Sequence[Sequence[int]]:
     """Return the numbers of all ranks. Collective; blocks until all ranks have arrived.
 
     Raises:
         MismatchError: the ranks make different calls; on all ranks.
     """
-    comm, numbers = call.comm, call.numbers(x)
+    comm = call.comm
     if comm.size == 1:
         return [numbers]
-    fields, headers = call.fields(x), idle_headers(comm)
+    headers = idle_headers(comm)
     headers.rows.write_numbers(digest(*fields), numbers)
     headers.exchange(call, fields)
     everyone = headers.rows.numbers(len(numbers))
@@ -185,7 +182,7 @@ def exchange_numbers(call: Compared, x: Tensor) -> Sequence[Sequence[int]]:
 
 
 def exchange_values(
-    call: Compared, x: Tensor, result: Tensor, dtype: _native.Dtype, op: _native.Op
+    call: Call, x: Tensor, result: Tensor, dtype: _native.Dtype, op: _native.Op
 ) -> None:
     """Reduce contiguous ``x``, which fits into a payload, into ``result``, in the order of ranks.
 
@@ -203,24 +200,11 @@ def exchange_values(
 
 
 @_compiled.eager_only
-def agree(call: _wait.Waiting, *fields: Any) -> None:
-    """Wait until all ranks have arrived with equal ``fields``.
-
-    Raises:
-        MismatchError: the ranks make different calls; on all ranks.
-    """
-    comm = call.comm
-    if comm.size > 1:
-        headers = idle_headers(comm)
-        headers.rows.write_numbers(digest(*fields), ())
-        headers.exchange(call, fields)
-        comm.transport.idle_headers.append(headers)
-
-
-def barrier(comm: Comm) -> None:
-    """Wait until all ranks have called it."""
-    _wait.check_usable(comm)
-    agree(_wait.Named(comm, "Barrier()"), "Barrier")
+def agree(
+    call: _wait.Waiting, fields: Fields, numbers: Sequence[int] = ()
+) -> Sequence[Sequence[int]]:
+    """Call :func:`exchange_numbers` outside of ``torch.compile``."""
+    return exchange_numbers(call, fields, numbers)
 
 
 class Comparison:

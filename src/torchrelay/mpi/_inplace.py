@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,24 +19,28 @@ from torch.compiler import is_compiling
 from torchrelay import _torch
 from torchrelay.errors import GraphError
 from torchrelay.mpi._dtypes import check_tensor
+from torchrelay.mpi._memory import check_memory
 from torchrelay.mpi._record import Call, record
 
 __all__ = ["can_overwrite", "overwrite"]
 
 
-def overwrite(
-    in_place: Call | None, copying: Call | Callable[[Tensor], Tensor], x: Tensor
-) -> Tensor:
-    """Run ``in_place`` on ``x`` if its memory and history allow it, else ``copying``."""
+def overwrite(call: Call, x: Tensor, copying: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+    """Run ``call`` in the memory of ``x`` if it and its history allow that, else copy the result.
+
+    If ``copying`` is given, its result is copied.
+    """
     check_tensor(x)
-    run: Callable[[Tensor], Tensor] = copying if callable(copying) else lambda t: record(copying, t)
+    run = copying or partial(record, call)
     if is_compiling():
         return x.copy_(run(x))
-    if in_place is None or not can_overwrite(x):
+    check_memory(x)
+    if copying is not None or not can_overwrite(x):
         if _is_used_leaf(x):
             return _overwrite_leaf(run, x)
         return x.copy_(run(x))
-    y = record(in_place, x)
+    call.overwrites = True
+    y = record(call, x)
     if y is x and not torch.is_grad_enabled():
         torch.autograd.graph.increment_version(x)
     return y
@@ -60,25 +64,27 @@ def can_overwrite(x: Tensor) -> bool:
 
 
 def _overwrite_leaf(run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    source = _mark(x)
-    node: Any = source.grad_fn
-    guard = weakref.ref(node.guard)
+    guard, source = _Guard(), x.view_as(x)
+    source.register_hook(guard.expect)  # type: ignore[no-untyped-call]
     y = run(source)
     with torch.no_grad():
         x.copy_(y)
-    register: Any = x.register_hook
-    handle = register(lambda grad: _check(guard(), grad))
-    weakref.finalize(node.guard, handle.remove)
+    found = weakref.ref(guard)
+    handle = x.register_hook(lambda grad: _check(found(), grad))  # type: ignore[no-untyped-call]
+    weakref.finalize(guard, handle.remove)
     return y
 
 
 class _Guard:
-    """Knows the one cotangent that may reach an overwritten leaf."""
+    """Knows the one cotangent that may reach an overwritten leaf. Lives as long as the graph."""
 
     def __init__(self) -> None:
         self.expected: Tensor | None = None
         self.task = -1
         self.is_over = False
+
+    def expect(self, grad: Tensor) -> None:
+        self.expected, self.task = grad, _torch.backward_id()
 
 
 def _check(guard: _Guard | None, grad: Tensor) -> None:
@@ -97,21 +103,3 @@ def _check(guard: _Guard | None, grad: Tensor) -> None:
             "used otherwise, so its gradient has no meaning: use the function's result instead, or "
             "give it a clone of the tensor"
         )
-
-
-class _Mark(torch.autograd.Function):
-    """The identity; marks the leaf's cotangent that comes from the result."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
-        ctx.guard = _Guard()
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
-        guard: _Guard = ctx.guard
-        guard.expected, guard.task = grad, _torch.backward_id()
-        return grad
-
-
-_mark: Any = _Mark.apply

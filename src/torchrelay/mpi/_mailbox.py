@@ -51,8 +51,8 @@ class Incoming:
             self.mailbox.poll()
         return self.is_done
 
-    def matches(self, source: int, tag: int) -> bool:
-        return self.source in (source, ANY_SOURCE) and self.tag in (tag, ANY_TAG)
+    def matches(self, message: Arrived) -> bool:
+        return self.source in (message.source, ANY_SOURCE) and self.tag in (message.tag, ANY_TAG)
 
     def fill(self, arrived: Arrived) -> None:
         self.source, self.tag, contents = arrived
@@ -71,20 +71,20 @@ class Channel:
         self.expected: list[Incoming] = []
 
     def deliver(self, message: Arrived) -> None:
-        for incoming in self.expected:
-            if incoming.matches(message.source, message.tag):
-                self.expected.remove(incoming)
-                incoming.fill(message)
-                return
-        self.arrived.append(message)
+        incoming = next((each for each in self.expected if each.matches(message)), None)
+        if incoming is None:
+            self.arrived.append(message)
+        else:
+            self.expected.remove(incoming)
+            incoming.fill(message)
 
     def expect(self, incoming: Incoming) -> None:
-        for message in self.arrived:
-            if incoming.matches(message.source, message.tag):
-                self.arrived.remove(message)
-                incoming.fill(message)
-                return
-        self.expected.append(incoming)
+        message = next(filter(incoming.matches, self.arrived), None)
+        if message is None:
+            self.expected.append(incoming)
+        else:
+            self.arrived.remove(message)
+            incoming.fill(message)
 
     def take(self, source: int, tag: int) -> list[Arrived]:
         """Remove and return the messages from ``source`` (or ANY_SOURCE) with ``tag``."""

@@ -1,10 +1,15 @@
-"""Memory for transports: contiguous, on a device they take, in pieces that one call can count."""
+"""Memory for transports: contiguous, on a device they take, in parts.
+
+Tensors are cut and joined along an axis, and into pieces that one call can count.
+"""
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from itertools import accumulate
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -12,14 +17,40 @@ from torch import Tensor
 
 from torchrelay._torch import is_host_memory
 from torchrelay.errors import ArgumentError
+from torchrelay.mpi._dtypes import check_dtype, check_integer, check_tensor
 from torchrelay.mpi._settings import settings
 
 if TYPE_CHECKING:
     from torchrelay.mpi._transport import Transport
 
-__all__ = ["fresh", "fresh_like", "packed", "pieces", "placed"]
+__all__ = [
+    "Blocks",
+    "Layout",
+    "any_length",
+    "axis_of",
+    "check_counts",
+    "check_memory",
+    "equal_part",
+    "fresh",
+    "fresh_like",
+    "layout",
+    "packed",
+    "parts",
+    "pieces",
+    "placed",
+    "with_length",
+]
 
 HUGE_BYTES = 1 << 22  # from here on numpy asks for huge pages
+
+
+def check_memory(x: Tensor) -> None:
+    """Raise :class:`ArgumentError` if ``x`` is sparse, or has no values."""
+    if x.layout is not torch.strided or x.is_meta:
+        raise ArgumentError(
+            f"a tensor of layout {x.layout} on device {x.device} cannot be communicated; pass a "
+            "dense one that has values"
+        )
 
 
 def packed(x: Tensor, transport: Transport | None = None) -> Tensor:
@@ -28,14 +59,12 @@ def packed(x: Tensor, transport: Transport | None = None) -> Tensor:
     Without one, on this host.
 
     Raises:
-        ArgumentError: it is sparse, or has no values.
+        ArgumentError: it is sparse, has no values, or none of ``DTYPES``.
     """
+    check_dtype(x.dtype)
     if is_host_memory(x):
         return x
-    if x.layout is not torch.strided or x.is_meta:
-        raise ArgumentError(
-            f"a tensor of layout {x.layout} on device {x.device} cannot be communicated"
-        )
+    check_memory(x)
     if x.is_conj() or x.is_neg():
         x = x.resolve_conj().resolve_neg()
     if not (x.is_cpu or (transport is not None and transport.takes(x.device))):
@@ -71,3 +100,117 @@ def pieces(*tensors: Tensor, most_bytes: int = 1 << 62) -> Sequence[tuple[Tensor
     return [
         tuple(tensor[start : start + most] for tensor in flat) for start in range(0, count, most)
     ]
+
+
+def axis_of(axis: int, x: Tensor) -> int:
+    """Return ``axis`` of ``x`` counted from the front.
+
+    Raises:
+        ArgumentError: there is no such axis, or ``x`` is no tensor.
+    """
+    check_tensor(x)
+    check_integer("axis", axis)
+    if not -x.ndim <= axis < x.ndim:
+        raise ArgumentError(f"axis {axis} of a tensor that has {x.ndim} axes")
+    return axis % x.ndim
+
+
+def check_counts(counts: Sequence[int], size: int, total: int) -> list[int]:
+    """Return ``counts``, one for each of ``size`` ranks, together ``total``.
+
+    Raises:
+        ArgumentError: they are not.
+    """
+    if len(counts) != size or min(counts) < 0 or sum(counts) != total:
+        raise ArgumentError(f"{list(counts)} must be {size} numbers, together {total}")
+    return list(counts)
+
+
+def with_length(shape: Sequence[int], axis: int, length: int) -> list[int]:
+    """Return ``shape`` with ``length`` along ``axis``."""
+    result = list(shape)
+    result[axis] = length
+    return result
+
+
+def any_length(x: Tensor, axis: int, known: Sequence[int] | None = None) -> tuple[object, ...]:
+    """Return the shape of ``x`` with "any", or the ``known`` lengths of all ranks, at ``axis``."""
+    shape: list[object] = list(x.shape)
+    shape[axis] = tuple(known) if known else "any"
+    return tuple(shape)
+
+
+def equal_part(x: Tensor, axis: int, size: int) -> int:
+    """Return the length along ``axis`` of each of ``size`` equal parts of ``x``.
+
+    Raises:
+        ArgumentError: it cannot be cut into equal parts.
+    """
+    axis = axis_of(axis, x)
+    length = x.shape[axis]
+    if length % size:
+        raise ArgumentError(f"{length} along axis {axis} cannot be cut into {size} equal parts")
+    return length // size
+
+
+class Layout(NamedTuple):
+    """Positions of the consecutive parts of a tensor."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    axis: int
+    counts: tuple[int, ...]
+    starts: tuple[int, ...]
+    total: int
+    whole: tuple[int, ...]  # the tensor's shape
+    is_whole: bool  # whether that is how the tensor itself lies
+
+
+@functools.lru_cache(maxsize=128)
+def layout(shapes: tuple[tuple[int, ...], ...], axis: int) -> Layout:
+    """Return the layout of parts of these ``shapes``. Cached."""
+    first, counts = shapes[0], tuple(math.prod(shape) for shape in shapes)
+    whole = (*first[:axis], sum(shape[axis] for shape in shapes), *first[axis + 1 :])
+    starts = (0, *accumulate(counts[:-1]))
+    return Layout(shapes, axis, counts, starts, sum(counts), whole, math.prod(first[:axis]) == 1)
+
+
+@functools.lru_cache(maxsize=128)
+def parts(shape: tuple[int, ...], lengths: tuple[int, ...], axis: int) -> Layout:
+    """Return the layout of parts like ``shape`` with ``lengths`` along ``axis``."""
+    return layout(tuple((*shape[:axis], length, *shape[axis + 1 :]) for length in lengths), axis)
+
+
+class Blocks(NamedTuple):
+    """Contiguous memory that holds parts of a tensor."""
+
+    memory: Tensor
+    layout: Layout
+
+    @classmethod
+    def empty(
+        cls, dtype: torch.dtype, layout: Layout, device: torch.device | None = None
+    ) -> Blocks:
+        """Allocate memory for the parts."""
+        shape = layout.whole if layout.is_whole else (layout.total,)
+        return cls(fresh(shape, dtype, device), layout)
+
+    @classmethod
+    def cut(cls, x: Tensor, lengths: Sequence[int], axis: int) -> Blocks:
+        """Cut contiguous ``x`` along ``axis``, without a copy if the parts are consecutive."""
+        layout = parts(tuple(x.shape), tuple(lengths), axis)
+        if layout.is_whole:
+            return cls(x, layout)
+        blocks = cls.empty(x.dtype, layout, x.device)
+        for part, given in zip(
+            blocks.tensors(), x.split_with_sizes(list(lengths), axis), strict=True
+        ):
+            part.copy_(given)
+        return blocks
+
+    def tensors(self) -> list[Tensor]:
+        flat = self.memory.view(-1).split_with_sizes(self.layout.counts)
+        return [part.view(shape) for part, shape in zip(flat, self.layout.shapes, strict=True)]
+
+    def joined(self) -> Tensor:
+        """Return the tensor, without a copy if possible."""
+        return self.memory if self.layout.is_whole else torch.cat(self.tensors(), self.layout.axis)

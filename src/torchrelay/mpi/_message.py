@@ -3,32 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
 
 from torchrelay.errors import MismatchError
-from torchrelay.mpi._comm import Comm
+from torchrelay.mpi._chain import Answer
 from torchrelay.mpi._dtypes import check_dtype
-from torchrelay.mpi._memory import pieces
-from torchrelay.mpi._receipts import numbers
+from torchrelay.mpi._memory import fresh, pieces
 from torchrelay.mpi._settings import settings
 from torchrelay.mpi._transport import ANY_SOURCE, ANY_TAG, PROC_NULL, Message, Testable
 from torchrelay.mpi._wait import Waiting, abandon, failed, finish
 
-__all__ = ["Incoming", "Receiving", "finish_all", "start_send"]
+if TYPE_CHECKING:
+    from torchrelay.mpi._comm import Comm
+
+__all__ = ["Receiving", "Sending", "finish_all", "memory_for", "start_send"]
 
 ANNOUNCEMENT_BYTES = 256
 ANNOUNCEMENTS = 16  # on the control communicator: the first of the tags for announcements
 MOST_TAGS = 1 << 13  # MPI promises 32767; messages whose tags are that far apart share one
 
-_announcements: list[tuple[Testable, object]] = []  # in progress
+
+Sending: TypeAlias = Sequence[tuple[Testable, Tensor]]
+"""The pieces of a message in transit, with their requests."""
 
 
-def start_send(
-    call: Waiting, memory: Tensor, dest: int, tag: int
-) -> Sequence[tuple[Testable, Tensor]]:
+def start_send(call: Waiting, memory: Tensor, dest: int, tag: int) -> Sending:
     """Start to send contiguous memory of this host, which must not change until done."""
     if settings.debug:
         announce(call, memory, dest, tag)
@@ -39,33 +41,14 @@ def start_send(
     ]
 
 
-def finish_all(started: Sequence[tuple[Testable, Tensor]], call: Waiting) -> None:
+def finish_all(started: Sending, call: Waiting) -> None:
     for request, _ in started:
         finish(request, call, started)
 
 
-@dataclass(slots=True, eq=False)
-class Incoming:
-    """A message into ``memory``. ``Test`` raises if the message is shorter or longer."""
-
-    message: Message
-    memory: Tensor
-    call: Waiting
-
-    def Test(self) -> bool:
-        message, memory = self.message, self.memory
-        if not message.Test():
-            return False
-        if message.source != PROC_NULL and message.size_bytes != memory.nbytes:
-            call = self.call
-            raise failed(
-                MismatchError(
-                    f"rank {call.comm.rank}: {call.describe()} on {call.comm.name} got "
-                    f"{message.size_bytes} bytes from rank {message.source}, and expected "
-                    f"{memory.nbytes}: {memory.numel()} elements of {memory.dtype}"
-                )
-            )
-        return True
+def memory_for(shape: Sequence[int], dtype: torch.dtype, source: int) -> Tensor:
+    """Allocate memory for a message of ``source``; zeros, if nobody sends it."""
+    return torch.zeros(shape, dtype=dtype) if source == PROC_NULL else fresh(shape, dtype)
 
 
 class Receiving:
@@ -77,7 +60,7 @@ class Receiving:
         self.is_done = False
         self.requests: list[Message] = []
         self.memory = memory
-        self.number = next(numbers)
+        self.number = next(Answer.numbers)
         self.source = source
         self.tag = tag
         self.header = expect(comm, source, tag) if settings.debug else None
@@ -123,8 +106,17 @@ class Receiving:
 
     def _finish_part(self, call: Waiting, index: int) -> Message:
         (part,) = self._pieces(call.comm)[index]
-        finish(Incoming(self.requests[index], part, call), call)
-        return self.requests[index]
+        message = self.requests[index]
+        finish(message, call, part)
+        if message.source != PROC_NULL and message.size_bytes != part.nbytes:
+            raise failed(
+                MismatchError(
+                    f"rank {call.comm.rank}: {call.describe()} on {call.comm.name} got "
+                    f"{message.size_bytes} bytes from rank {message.source}, and expected "
+                    f"{part.nbytes}: {part.numel()} elements of {part.dtype}"
+                )
+            )
+        return message
 
 
 # In debug mode, each message is announced to its receiver, which compares shape and dtype.
@@ -134,10 +126,9 @@ def announce(call: Waiting, memory: Tensor, dest: int, tag: int) -> None:
     """Send ``dest`` a description of the message that ``call`` will send."""
     if dest == PROC_NULL:
         return
-    record = _encoded(f"{_contents(memory)} in {call.describe()}")
-    request = call.comm.lease.control.isend(record, dest, _announcement(call.comm, tag))
-    _announcements[:] = [each for each in _announcements if not each[0].Test()]
-    _announcements.append((request, record))
+    text = f"{_contents(memory)} in {call.describe()}".encode()[:ANNOUNCEMENT_BYTES]
+    padded = text.ljust(ANNOUNCEMENT_BYTES, b"\0")
+    call.comm.lease.control.post(dest, _announcement(call.comm, tag), padded)
 
 
 def expect(comm: Comm, source: int, tag: int) -> Announced | None:
@@ -187,8 +178,3 @@ def _contents(memory: Tensor) -> str:
 
 def _announcement(comm: Comm, tag: int) -> int:
     return ANNOUNCEMENTS + 2 * (tag % MOST_TAGS) + comm.is_reverse
-
-
-def _encoded(text: str) -> Tensor:
-    encoded = bytearray(text.encode()[:ANNOUNCEMENT_BYTES].ljust(ANNOUNCEMENT_BYTES, b"\0"))
-    return torch.frombuffer(encoded, dtype=torch.uint8)

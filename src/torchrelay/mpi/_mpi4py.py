@@ -13,59 +13,41 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from torchrelay.errors import ArgumentError
+from torchrelay.errors import ArgumentError, UnavailableError
 from torchrelay.mpi import _wait
-from torchrelay.mpi._dtypes import KERNELS, Op, check_dtype, check_op
+from torchrelay.mpi._dtypes import DTYPES, KERNELS, Op, check_op
 from torchrelay.mpi._headers import Headers
-from torchrelay.mpi._layout import Blocks
-from torchrelay.mpi._memory import pieces
+from torchrelay.mpi._memory import Blocks, pieces
 from torchrelay.mpi._settings import settings
 from torchrelay.mpi._transport import Requests, Testable
 
-__all__ = ["MpiTransport"]
+__all__ = ["End", "MpiTransport"]
 
 PIECE_TAG = 7
 CONTROL_BYTES = 1024
 Buffer: TypeAlias = tuple[MPI.buffer, int, MPI.Datatype]
 
+HALVES = (torch.float16, torch.bfloat16)
 _two_bytes = MPI.BYTE.Create_contiguous(2).Commit()
-_TYPES: dict[torch.dtype, MPI.Datatype] = {
-    torch.uint8: MPI.UINT8_T,
-    torch.int8: MPI.INT8_T,
-    torch.int16: MPI.INT16_T,
-    torch.int32: MPI.INT32_T,
-    torch.int64: MPI.INT64_T,
-    torch.uint16: MPI.UINT16_T,
-    torch.uint32: MPI.UINT32_T,
-    torch.uint64: MPI.UINT64_T,
-    torch.float16: _two_bytes,
-    torch.bfloat16: _two_bytes,
-    torch.float32: MPI.FLOAT,
-    torch.float64: MPI.DOUBLE,
-    torch.complex64: MPI.C_FLOAT_COMPLEX,
-    torch.complex128: MPI.C_DOUBLE_COMPLEX,
-    torch.bool: MPI.C_BOOL,
-}
-# Sums, products and extrema of bool, as logical operations.
-_AS_LOGICAL = {
-    Op.SUM: Op.LOR,
-    Op.MAX: Op.LOR,
-    Op.BOR: Op.LOR,
-    Op.PROD: Op.LAND,
-    Op.MIN: Op.LAND,
-    Op.BAND: Op.LAND,
-    Op.BXOR: Op.LXOR,
-}
+
+
+def _mpi_type(dtype: torch.dtype) -> MPI.Datatype:
+    if dtype in HALVES:
+        return _two_bytes
+    # bool as bytes of 0 and 1, for which MPI has all reductions
+    like = torch.empty(0, dtype=torch.uint8 if dtype is torch.bool else dtype).numpy()
+    return MPI.Datatype.fromcode(like.dtype.str[1:])
+
+
+_TYPES = {dtype: _mpi_type(dtype) for dtype in DTYPES}
 _ops: dict[tuple[torch.dtype, Op], MPI.Op] = {}
 _posting: list[tuple[MPI.Request, object]] = []  # control messages in transit
 
 
 def _buffer(tensor: Tensor) -> Buffer:
     """Return the memory of a contiguous CPU tensor, which the caller keeps alive."""
-    kind = _TYPES.get(tensor.dtype)
-    if kind is None:
-        check_dtype(tensor.dtype)
-    return (MPI.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes), tensor.numel(), kind)  # type: ignore[return-value]
+    memory = MPI.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)
+    return (memory, tensor.numel(), _TYPES[tensor.dtype])
 
 
 def _vector(blocks: Blocks) -> tuple[object, ...]:
@@ -91,11 +73,11 @@ def _op(dtype: torch.dtype, op: Op) -> MPI.Op:
     found = _ops.get((dtype, op))
     if found is None:
         check_op(dtype, op)
-        if dtype in (torch.float16, torch.bfloat16):
+        if dtype in HALVES:
             found = _half_op(dtype, op)
         else:
-            name = _AS_LOGICAL.get(op, op) if dtype is torch.bool else op
-            found = getattr(MPI, name.value)
+            is_any = dtype is torch.bool and op is Op.SUM
+            found = getattr(MPI, (Op.LOR if is_any else op).value)
         _ops[dtype, op] = found
     return found
 
@@ -145,33 +127,33 @@ class MpiTransport:
         """Do nothing: data that does not match is found with the comparison."""
 
     def _run(
-        self, name: str, arrived: bool, *arguments: object, mpi: MPI.Intracomm | None = None
+        self, name: str, arrived: bool, *calls: tuple[object, ...], mpi: MPI.Comm | None = None
     ) -> Requests:
-        """Call MPI's function ``name``, or its non-blocking form."""
-        mpi = mpi or self.mpi
-        if arrived:
-            getattr(mpi, name)(*arguments)
-            return []
-        return [getattr(mpi, f"I{name.lower()}")(*arguments)]
+        """Call MPI's function ``name``, or its non-blocking form, for each tuple of arguments."""
+        function = getattr(mpi or self.mpi, name if arrived else f"I{name.lower()}")
+        requests = [function(*arguments) for arguments in calls]
+        return [] if arrived else requests
 
     def allreduce(self, source: Tensor, result: Tensor, op: Op, arrived: bool) -> Requests:
-        kind = _op(source.dtype, op)
-        requests: list[Testable] = []
-        for ours, total in pieces(source, result):
-            sent = MPI.IN_PLACE if source is result else _buffer(ours)
-            requests += self._run("Allreduce", arrived, sent, _buffer(total), kind)
-        return requests
+        kind, in_place = _op(source.dtype, op), source is result
+        calls = (
+            (MPI.IN_PLACE if in_place else _buffer(ours), _buffer(total), kind)
+            for ours, total in pieces(source, result)
+        )
+        return self._run("Allreduce", arrived, *calls)
 
     def reduce(self, source: Tensor, result: Tensor, op: Op, root: int, arrived: bool) -> Requests:
-        kind = _op(source.dtype, op)
-        requests: list[Testable] = []
-        for ours, total in pieces(source, result):
-            sent: object = _buffer(ours)
-            into = None
-            if self.rank == root:
-                sent, into = MPI.IN_PLACE if result is source else sent, _buffer(total)
-            requests += self._run("Reduce", arrived, sent, into, kind, root)
-        return requests
+        kind, is_root, in_place = _op(source.dtype, op), self.rank == root, source is result
+        calls = (
+            (
+                MPI.IN_PLACE if in_place and is_root else _buffer(ours),
+                _buffer(total) if is_root else None,
+                kind,
+                root,
+            )
+            for ours, total in pieces(source, result)
+        )
+        return self._run("Reduce", arrived, *calls)
 
     def scan(
         self,
@@ -183,11 +165,8 @@ class MpiTransport:
         arrived: bool,
     ) -> Requests:
         kind, name = _op(source.dtype, op), "Exscan" if exclusive else "Scan"
-        requests: list[Testable] = []
-        mpi = self._reversed() if descending else self.mpi
-        for ours, total in pieces(source, result):
-            requests += self._run(name, arrived, _buffer(ours), _buffer(total), kind, mpi=mpi)
-        return requests
+        calls = ((_buffer(ours), _buffer(total), kind) for ours, total in pieces(source, result))
+        return self._run(name, arrived, *calls, mpi=self._reversed() if descending else None)
 
     def _reversed(self) -> MPI.Intracomm:
         """Return the ranks in reverse order; all ranks have arrived in the scan that needs it."""
@@ -198,18 +177,15 @@ class MpiTransport:
 
     def reduce_scatter(self, blocks: Blocks, result: Tensor, op: Op, arrived: bool) -> Requests:
         arguments = (_buffer(blocks.memory), _buffer(result), blocks.layout.counts)
-        return self._run("Reduce_scatter", arrived, *arguments, _op(result.dtype, op))
+        return self._run("Reduce_scatter", arrived, (*arguments, _op(result.dtype, op)))
 
     def broadcast(self, memory: Tensor, root: int, arrived: bool) -> Requests:
-        requests: list[Testable] = []
-        for (piece,) in pieces(memory):
-            requests += self._run("Bcast", arrived, _buffer(piece), root)
-        return requests
+        return self._run("Bcast", arrived, *((_buffer(piece), root) for (piece,) in pieces(memory)))
 
     def allgather(self, block: Tensor, received: Blocks, arrived: bool) -> Requests:
         if received.layout.total > settings.max_count:
             return self._move_pieces([block] * self.size, received.tensors())
-        return self._run("Allgatherv", arrived, _buffer(block), _vector(received))
+        return self._run("Allgatherv", arrived, (_buffer(block), _vector(received)))
 
     def gather(
         self, block: Tensor, received: Blocks, root: int, total: int, arrived: bool
@@ -220,7 +196,7 @@ class MpiTransport:
             sending = [block if rank == root else nothing for rank in range(self.size)]
             return self._move_pieces(sending, received.tensors())
         into = _vector(received) if is_root else None
-        return self._run("Gatherv", arrived, _buffer(block), into, root)
+        return self._run("Gatherv", arrived, (_buffer(block), into, root))
 
     def scatter(
         self, sending: Blocks | None, received: Tensor, root: int, total: int, arrived: bool
@@ -231,12 +207,12 @@ class MpiTransport:
             into = [received if rank == root else nothing for rank in range(self.size)]
             return self._move_pieces(given, into)
         sent = None if sending is None else _vector(sending)
-        return self._run("Scatterv", arrived, sent, _buffer(received), root)
+        return self._run("Scatterv", arrived, (sent, _buffer(received), root))
 
     def alltoall(self, sending: Blocks, received: Blocks, total: int, arrived: bool) -> Requests:
         if total > settings.max_count:
             return self._move_pieces(sending.tensors(), received.tensors())
-        return self._run("Alltoallv", arrived, _vector(sending), _vector(received))
+        return self._run("Alltoallv", arrived, (_vector(sending), _vector(received)))
 
     def _move_pieces(self, sending: Iterable[Tensor], received: Iterable[Tensor]) -> Requests:
         """Send ``sending[r]`` to rank r and receive ``received[r]`` from it, in pieces."""
@@ -274,12 +250,16 @@ class MpiTransport:
     # Communicators
 
     def duplicate(self) -> MpiTransport:
-        return MpiTransport(self.mpi.Dup())
+        try:
+            return MpiTransport(self.mpi.Dup())
+        except MPI.Exception as error:
+            raise UnavailableError(
+                f"MPI makes no further communicator ({error.Get_error_string()}); Free those that "
+                "are not needed any more"
+            ) from error
 
-    def split(
-        self, color: int, key: int, finish: Callable[[Testable], object]
-    ) -> MpiTransport | None:
-        mpi = self.mpi.Split(color, key)
+    def split(self, color: int, members: list[int]) -> MpiTransport | None:
+        mpi = self.mpi.Split(color, members.index(self.rank))
         return None if mpi == MPI.COMM_NULL else MpiTransport(mpi)
 
     def free(self) -> None:
@@ -288,7 +268,7 @@ class MpiTransport:
                 mpi.Free()
 
 
-class _End:
+class End:
     """The end of the job, which all ranks of MPI leave together."""
 
     def __init__(self) -> None:
@@ -306,4 +286,4 @@ class _End:
         MPI.COMM_WORLD.Abort(1)
 
 
-_wait.leave_with(_End())
+_wait.leave_with(End())

@@ -12,22 +12,33 @@ further communication, and ranks may wait in different orders.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from torchrelay import _torch
 from torchrelay.errors import ArgumentError
 from torchrelay.mpi import _chain, _compiled
+from torchrelay.mpi._comm import Comm
+from torchrelay.mpi._copies import Bcast, allgather, gather, scatter
+from torchrelay.mpi._dtypes import Op
+from torchrelay.mpi._exchanges import alltoall, alltoallv
 from torchrelay.mpi._headers import Comparison, Fields
-from torchrelay.mpi._memory import packed, placed
+from torchrelay.mpi._memory import axis_of, equal_part, packed, placed
 from torchrelay.mpi._record import Adjoint, Call, Started, record, unchanged
+from torchrelay.mpi._reductions import (
+    Exscan,
+    Scan,
+    linear_allreduce,
+    reduce,
+    reduce_scatter,
+    scan,
+)
 from torchrelay.mpi._transport import Testable
 from torchrelay.mpi._wait import abandon
 
-__all__ = ["CollectiveHandle", "start"]
+__all__ = ["CollectiveHandle", "NonBlocking"]
 
 NO_ADJOINT = Adjoint(None, torch.empty(0))
 
@@ -38,50 +49,25 @@ class _Operation:
 
     call: Call
     started: Started | None = None
-    shape: torch.Size | None = None  # of the result
-    pass_id: int = -1  # the backward pass in which the derivative was started
-    grad: tuple[int, Tensor] | None = None  # the pass it came in, and the cotangent
+    like: tuple[torch.Size, torch.dtype, torch.device] | None = None  # of the result
     back: CollectiveHandle | None = None
     adjoint: Adjoint = NO_ADJOINT  # of that pass
     tangent_handle: CollectiveHandle | None = None
-    chain: _chain.Chain | None = None  # which holds those started before and after it
-    position: int = 0
+    answer: _chain.Answer | None = None
 
     def __del__(self) -> None:
         if self.started is not None:  # it was never waited for
             abandon(self.started)
 
-    def issue(self, until: _Operation | None = None, like: Tensor | None = None) -> None:
-        """Start the derivatives whose cotangents have arrived, last first.
-
-        Down to ``until``, missing cotangents are zeros: their results were not waited for or not
-        used.
-        """
-        now = _torch.backward_id()
-        if self.chain is None:
-            return
-        for operation in reversed(self.chain.operations):
-            if operation.position > self.chain.begun:
-                continue  # started since, by this backward pass itself
-            if operation.pass_id != now and not operation._issue(
-                now, like if until is not None else None
-            ):
-                return
-            if operation is until:
-                return
-
-    def _issue(self, now: int, like: Tensor | None) -> bool:
-        """Start the derivative; return False if there is no cotangent and no ``like``."""
-        if self.grad is None or self.grad[0] != now:
-            if like is None:
-                return False
-            assert self.shape is not None, f"{self.call.describe()} was never waited for"
-            self.grad = (now, like.new_zeros(self.shape))
-        self.pass_id = now
-        self.adjoint = self.call.adjoint(self.grad[1])
+    def begin(self, grad: Tensor | None) -> None:
+        """Start the derivative; of zeros, if the result was not waited for or not used."""
+        if grad is None:
+            assert self.like is not None, f"{self.call.describe()} was never waited for"
+            shape, dtype, device = self.like
+            grad = torch.zeros(shape, dtype=dtype, device=device)
+        self.adjoint = self.call.adjoint(grad)
         if self.adjoint.call is not None:
             self.back = start(self.adjoint.call, self.adjoint.grad)
-        return True
 
 
 @dataclass(slots=True, eq=False)
@@ -118,9 +104,10 @@ class _Start(Call):
 
     def backward(self, grad: Tensor, *saved: Tensor) -> Tensor:
         operation = self.operation
-        operation.issue(until=operation, like=grad)
+        assert operation.answer is not None
+        operation.answer.force()
         result = operation.adjoint.grad if operation.back is None else operation.back.Wait()
-        operation.back, operation.grad = None, None
+        operation.back = None
         return operation.adjoint.complete(result)
 
     def tangent(self, tangent: Tensor, *saved: Tensor) -> Tensor:
@@ -149,12 +136,12 @@ class _Wait(Call):
         if started is None:
             raise ArgumentError(f"{self.operation.call.describe()} was already waited for")
         result = started.finish(self)
-        self.operation.shape = result.shape
+        self.operation.like = (result.shape, result.dtype, result.device)
         return result
 
     def backward(self, grad: Tensor, *saved: Tensor) -> None:
-        self.operation.grad = (_torch.backward_id(), grad)
-        self.operation.issue()
+        if self.operation.answer is not None:
+            self.operation.answer.give(grad)
 
     def tangent(self, tangent: Tensor, *saved: Tensor) -> Tensor:
         assert self.operation.tangent_handle is not None
@@ -174,6 +161,90 @@ def start(
     operation, chain = _Operation(call), _chain.current()
     dummy = record(_Start(call.comm, operation), x)
     if dummy.requires_grad:
-        operation.chain, operation.position = chain, len(chain.names)
-        chain.operations.append(operation)
+        place, number = call.comm.reverse.transport, next(_chain.Answer.numbers)
+        operation.answer = _chain.Answer(chain, place, number, operation.begin)
     return CollectiveHandle(operation, dummy, complete)
+
+
+class NonBlocking(Comm):
+    """The non-blocking collectives of a communicator.
+
+    Do not change tensors before Wait. All ranks pass tensors of one shape, or the same counts.
+    """
+
+    def Iallreduce(self, tensor: Tensor, op: Op) -> CollectiveHandle:
+        """Start :meth:`Allreduce`."""
+        return start(*linear_allreduce(self, tensor, op))
+
+    def Ibcast(self, tensor: Tensor, root: int) -> CollectiveHandle:
+        """Start a broadcast of root's tensor into new memory."""
+        return start(Bcast(self, self.check_rank(root)), tensor)
+
+    def Ireduce(self, tensor: Tensor, op: Op, root: int) -> CollectiveHandle:
+        """Start a reduction to root into new memory, with zeros elsewhere."""
+        return start(*reduce(self, tensor, op, root))
+
+    def Iscan(self, tensor: Tensor, op: Op) -> CollectiveHandle:
+        """Start :meth:`Scan`."""
+        return start(*scan(Scan, self, tensor, op))
+
+    def Iexscan(self, tensor: Tensor, op: Op) -> CollectiveHandle:
+        """Start :meth:`Exscan`."""
+        return start(*scan(Exscan, self, tensor, op))
+
+    def Igather(self, tensor: Tensor, gatheraxis: int, root: int) -> CollectiveHandle:
+        """Start :meth:`Gather` of equal shapes."""
+        return self.Igatherv(tensor, self._equal(tensor, gatheraxis), root, gatheraxis)
+
+    def Igatherv(
+        self, tensor: Tensor, counts: Sequence[int], root: int, axis: int = 0
+    ) -> CollectiveHandle:
+        """Start :meth:`Gatherv`; rank r sends ``counts[r]``."""
+        return start(*gather(self, tensor, axis, root, counts))
+
+    def Iallgather(self, tensor: Tensor, gatheraxis: int) -> CollectiveHandle:
+        """Start :meth:`Allgather` of equal shapes."""
+        return self.Iallgatherv(tensor, self._equal(tensor, gatheraxis), gatheraxis)
+
+    def Iallgatherv(self, tensor: Tensor, counts: Sequence[int], axis: int = 0) -> CollectiveHandle:
+        """Start :meth:`Allgatherv`; rank r sends ``counts[r]``."""
+        return start(*allgather(self, tensor, axis, counts))
+
+    def Iscatter(self, tensor: Tensor, scatteraxis: int, root: int) -> CollectiveHandle:
+        """Start :meth:`Scatter` in equal parts; all ranks pass a tensor of root's shape."""
+        return self.Iscatterv(tensor, self._parts(tensor, scatteraxis), root, scatteraxis)
+
+    def Iscatterv(
+        self, tensor: Tensor, counts: Sequence[int], root: int, axis: int = 0
+    ) -> CollectiveHandle:
+        """Start :meth:`Scatterv`; all ranks pass a tensor of root's shape."""
+        return start(*scatter(self, tensor, axis, root, list(counts)))
+
+    def Ialltoall(self, tensor: Tensor, gatheraxis: int, scatteraxis: int) -> CollectiveHandle:
+        """Start :meth:`Alltoall` in equal parts."""
+        g, s = axis_of(gatheraxis, tensor), axis_of(scatteraxis, tensor)
+        numelem = tensor.shape[s] if g == s else equal_part(tensor, s, self.size)
+        return start(*alltoall(self, tensor, g, s, numelem, True))
+
+    def Ialltoallv(
+        self, tensor: Tensor, sendcounts: Sequence[int], recvcounts: Sequence[int], axis: int = 0
+    ) -> CollectiveHandle:
+        """Start :meth:`Alltoallv`; rank r sends ``recvcounts[r]``."""
+        return start(*alltoallv(self, tensor, sendcounts, axis, recvcounts))
+
+    def Ireduce_scatter(self, tensor: Tensor, op: Op, scatteraxis: int = 0) -> CollectiveHandle:
+        """Start :meth:`Reduce_scatter_block`."""
+        return self.Ireduce_scatterv(tensor, op, self._parts(tensor, scatteraxis), scatteraxis)
+
+    def Ireduce_scatterv(
+        self, tensor: Tensor, op: Op, counts: Sequence[int], axis: int = 0
+    ) -> CollectiveHandle:
+        """Start :meth:`Reduce_scatter`; rank r gets ``counts[r]``."""
+        return start(*reduce_scatter(self, tensor, op, axis, list(counts)))
+
+    def _equal(self, x: Tensor, axis: int) -> list[int]:
+        axis = axis_of(axis, x)
+        return [x.shape[axis]] * self.size
+
+    def _parts(self, x: Tensor, axis: int) -> list[int]:
+        return [equal_part(x, axis, self.size)] * self.size

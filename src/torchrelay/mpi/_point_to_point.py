@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,20 +19,17 @@ from torch import Tensor
 from torchrelay import _torch
 from torchrelay.errors import ArgumentError
 from torchrelay.mpi import _compiled
+from torchrelay.mpi._chain import Answer, Chain
 from torchrelay.mpi._comm import Comm
 from torchrelay.mpi._dtypes import check_tensor, is_differentiable
 from torchrelay.mpi._inplace import can_overwrite, overwrite
-from torchrelay.mpi._memory import fresh, packed, placed
-from torchrelay.mpi._message import Receiving, finish_all, start_send
-from torchrelay.mpi._receipts import Receipt
+from torchrelay.mpi._memory import check_memory, packed, placed
+from torchrelay.mpi._message import Receiving, Sending, finish_all, memory_for, start_send
 from torchrelay.mpi._record import Adjoint, Call, record
-from torchrelay.mpi._transport import ANY_SOURCE, ANY_TAG, PROC_NULL, Testable
+from torchrelay.mpi._transport import ANY_SOURCE, ANY_TAG
 from torchrelay.mpi._wait import abandon
 
-if TYPE_CHECKING:
-    from torchrelay.mpi._chain import Link
-
-__all__ = ["JoinDummies", "JoinDummiesHandle", "Messages", "WaitHandle"]
+__all__ = ["JoinDummies", "JoinDummiesHandle", "Messages", "Sendrecv", "WaitHandle"]
 
 
 @dataclass(slots=True, eq=False)
@@ -39,7 +37,7 @@ class _PeerCall(Call):
     """A call between two ranks, which debug mode cannot compare collectively."""
 
     everyone = False
-    transforms = frozenset({"Grad"})
+    transformable = False
     peer: int
     tag: int
 
@@ -57,8 +55,11 @@ class Send(_PeerCall):
 
     def forward(self, x: Tensor) -> Tensor:
         self.shape = x.shape
-        finish_all(start_send(self, packed(x), self.peer, self.tag), self)
+        self.complete(start_send(self, packed(x), self.peer, self.tag))
         return torch.zeros((), dtype=x.dtype, device=x.device)
+
+    def complete(self, started: Sending) -> None:
+        finish_all(started, self)
 
     def adjoint(self, grad: Tensor) -> Adjoint:
         return Adjoint(Recv(self.comm.reverse, self.peer, self.tag), grad.new_empty(self.shape))
@@ -76,36 +77,9 @@ class Post(Send):
     __slots__ = ()
     name = "Send"
 
-    def forward(self, x: Tensor) -> Tensor:
-        self.shape = x.shape
-        started = start_send(self, packed(x), self.peer, self.tag)
+    def complete(self, started: Sending) -> None:
         if not all(request.Test() for request, _ in started):
             _torch.after_backward(lambda: finish_all(started, self))
-        return torch.zeros((), dtype=x.dtype, device=x.device)
-
-
-@dataclass(slots=True, eq=False)
-class _Receiver(_PeerCall):
-    """A receive, whose backward sends the cotangent to the source of the message."""
-
-    number: int = field(default=0, init=False)
-    receipt: Receipt | None = field(default=None, init=False)
-
-    def finish(self, receiving: Receiving) -> None:
-        receiving.finish(self)
-        self.peer, self.tag, self.number = receiving.source, receiving.tag, receiving.number
-
-    def joined(self, link: Link) -> None:
-        self.receipt = Receipt(link, self.comm.reverse, self.peer, self.tag, self.number)
-
-    def backward(self, grad: Tensor, *saved: Tensor) -> None:
-        if self.receipt is None:  # inside a transform
-            self._post(grad)
-        else:
-            self.receipt.answer(grad, self._post)
-
-    def _post(self, grad: Tensor) -> None:
-        record(Post(self.comm.reverse, self.peer, _sendable(self.tag)), grad)
 
 
 def _sendable(tag: int) -> int:
@@ -114,19 +88,44 @@ def _sendable(tag: int) -> int:
 
 
 @dataclass(slots=True, eq=False)
-class Recv(_Receiver):
+class Recv(_PeerCall):
+    """A receive, or the end of one that was ``started``.
+
+    Its backward sends the cotangent to the source of the message.
+    """
+
     name = "Recv"
     shape: Sequence[int] = ()  # for a compiled graph's backward pass
+    started: Irecv | None = field(default=None, kw_only=True)
+    number: int = field(default=0, init=False)
+    answer: Answer = field(init=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        memory = fresh(x.shape, x.dtype)
-        if self.peer == PROC_NULL:
-            memory.zero_()
-        self.receive(memory)
-        return placed(memory, x)
+        if self.started is None:
+            memory = x if self.overwrites else memory_for(x.shape, x.dtype, self.peer)
+            receiving = Receiving(self.comm, memory, self.peer, self.tag)
+        else:
+            receiving = self.started.take()
+        receiving.finish(self)
+        self.peer, self.tag, self.number = receiving.source, receiving.tag, receiving.number
+        return x if self.overwrites else placed(receiving.memory, x)
 
-    def receive(self, memory: Tensor) -> None:
-        self.finish(Receiving(self.comm, memory, self.peer, self.tag))
+    def joined(self, chain: Chain) -> None:
+        place = (self.comm.reverse.transport, self.peer, self.tag)
+        self.answer = Answer(chain, place, self.number, self._post)
+
+    def backward(self, grad: Tensor, *saved: Tensor) -> None:
+        self.answer.give(grad)
+
+    def _post(self, grad: Tensor | None) -> None:
+        assert grad is not None
+        record(Post(self.comm.reverse, self.peer, _sendable(self.tag)), grad)
+
+    def tangent(self, tangent: Tensor, *saved: Tensor) -> Tensor:
+        if self.started is None:
+            return record(self, tangent)
+        assert self.started.tangent_handle is not None
+        return self.started.tangent_handle.Wait()
 
     def adjoint(self, grad: Tensor) -> Adjoint:
         """In a compiled graph, whose receives are answered in their order."""
@@ -140,19 +139,10 @@ class Recv(_Receiver):
         return Recv(self.comm, self.peer, self.tag, x.shape)
 
 
-class RecvInPlace(Recv):
-    __slots__ = ()
-    overwrites = True
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.receive(x)
-        return x
-
-
 @dataclass(slots=True, eq=False)
 class Sendrecv(_PeerCall):
     name = "Sendrecv"
-    transforms = Call.transforms
+    transformable = True
     source: int
     source_tag: int
     shape: Sequence[int]  # of what comes
@@ -163,9 +153,8 @@ class Sendrecv(_PeerCall):
     def forward(self, x: Tensor) -> Tensor:
         self.sent = (x.shape, x.dtype)
         received = Recv(self.comm, self.source, self.source_tag)
-        memory = fresh((*x.shape[: self.batch_dims], *self.shape), self.dtype or x.dtype)
-        if self.source == PROC_NULL:
-            memory.zero_()
+        shape = (*x.shape[: self.batch_dims], *self.shape)
+        memory = memory_for(shape, self.dtype or x.dtype, self.source)
         receiving = Receiving(self.comm, memory, self.source, self.source_tag)
         sent = start_send(self, packed(x), self.peer, self.tag)
         try:
@@ -196,22 +185,6 @@ class Sendrecv(_PeerCall):
 
 
 @dataclass(slots=True, eq=False)
-class Transfer:
-    """State that the start and the completion of a non-blocking communication share."""
-
-    call: _PeerCall
-    sending: Sequence[tuple[Testable, Tensor]] = ()
-    receiving: Receiving | None = None
-    target: Tensor | None = None
-    in_place: bool = False
-    tangent_handle: WaitHandle | None = None  # the tangent's communication, in forward mode
-
-    def __del__(self) -> None:
-        if self.sending:  # it was never waited for
-            abandon(self.sending)
-
-
-@dataclass(slots=True, eq=False)
 class WaitHandle:
     """A started point-to-point communication, to be passed to ``Wait``.
 
@@ -219,94 +192,78 @@ class WaitHandle:
         dummy: a 0-dim tensor that depends on the start.
     """
 
-    transfer: Transfer
+    started: Isend | Irecv
     dummy: Tensor
 
     @_compiled.eager_only
     def Wait(self) -> Tensor:
         """Return the received tensor; for a send, a 0-dim tensor. Blocks."""
-        transfer, call = self.transfer, self.transfer.call
-        if transfer.target is None:
-            finish_all(transfer.sending, call)
-            transfer.sending = ()
-            if transfer.tangent_handle is not None:
-                transfer.tangent_handle.Wait()
+        started = self.started
+        if isinstance(started, Isend):
+            finish_all(started.sending, started)
+            started.sending = ()
+            if started.tangent_handle is not None:
+                started.tangent_handle.Wait()
             return self.dummy
-        given = (call.comm, call.peer, call.tag, transfer)
-        if transfer.in_place:
-            return record(WaitRecvInPlace(*given), transfer.target)
-        return overwrite(None, WaitRecv(*given), transfer.target)
+        call = Recv(started.comm, started.peer, started.tag, started=started)
+        if started.in_place:
+            call.overwrites = True
+            return record(call, started.target)
+        return overwrite(call, started.target, partial(record, call))
 
 
 @dataclass(slots=True, eq=False)
 class Isend(Send):
     name = "Isend"
-    transfer: Transfer = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.transfer = Transfer(self)
+    sending: Sending = field(default=(), init=False)
+    tangent_handle: WaitHandle | None = field(default=None, init=False)  # in forward mode
 
     def begin(self, x: Tensor) -> WaitHandle:
-        return WaitHandle(self.transfer, record(self, x))
+        return WaitHandle(self, record(self, x))
 
-    def forward(self, x: Tensor) -> Tensor:
-        self.shape = x.shape
-        self.transfer.sending = start_send(self, packed(x), self.peer, self.tag)
-        return torch.zeros((), dtype=x.dtype, device=x.device)
+    def complete(self, started: Sending) -> None:
+        self.sending = started
 
     def tangent(self, tangent: Tensor, *saved: Tensor) -> Tensor:
-        self.transfer.tangent_handle = Isend(self.comm, self.peer, self.tag).begin(tangent)
-        return self.transfer.tangent_handle.dummy
+        self.tangent_handle = Isend(self.comm, self.peer, self.tag).begin(tangent)
+        return self.tangent_handle.dummy
+
+    def __del__(self) -> None:
+        if self.sending:  # it was never waited for
+            abandon(self.sending)
 
 
 @dataclass(slots=True, eq=False)
 class Irecv(_PeerCall):
     name = "Irecv"
     passive = True
-    transfer: Transfer = field(init=False)
+    target: Tensor
+    in_place: bool
+    receiving: Receiving | None = field(default=None, init=False)
+    tangent_handle: WaitHandle | None = field(default=None, init=False)  # in forward mode
 
-    def __post_init__(self) -> None:
-        self.transfer = Transfer(self)
-
-    def begin(self, x: Tensor) -> WaitHandle:
-        self.transfer.target, self.transfer.in_place = x, can_overwrite(x)
-        return WaitHandle(self.transfer, record(self, x))
+    def begin(self) -> WaitHandle:
+        return WaitHandle(self, record(self, self.target))
 
     def forward(self, x: Tensor) -> Tensor:
-        transfer = self.transfer
-        memory = x.detach() if transfer.in_place else torch.zeros(x.shape, dtype=x.dtype)
-        transfer.receiving = Receiving(self.comm, memory, self.peer, self.tag)
+        memory = x.detach() if self.in_place else torch.zeros(x.shape, dtype=x.dtype)
+        self.receiving = Receiving(self.comm, memory, self.peer, self.tag)
         return torch.zeros((), dtype=x.dtype, device=x.device)
+
+    def take(self) -> Receiving:
+        """Return the message in transit, once."""
+        receiving, self.receiving = self.receiving, None
+        if receiving is None:
+            raise ArgumentError(f"{self.describe()} was already waited for")
+        return receiving
 
     def backward(self, grad: Tensor, *saved: Tensor) -> None:
         return None  # what Wait's backward posted completes at the end of the backward pass
 
     def tangent(self, tangent: Tensor, *saved: Tensor) -> Tensor:
-        handle = Irecv(self.comm, self.peer, self.tag).begin(torch.zeros_like(tangent))
-        self.transfer.tangent_handle = handle
-        return self.transfer.tangent_handle.dummy
-
-
-@dataclass(slots=True, eq=False)
-class WaitRecv(_Receiver):
-    name = "Wait"
-    transfer: Transfer
-
-    def forward(self, x: Tensor) -> Tensor:
-        receiving, self.transfer.receiving = self.transfer.receiving, None
-        if receiving is None:
-            raise ArgumentError(f"{self.transfer.call.describe()} was already waited for")
-        self.finish(receiving)
-        return x if self.overwrites else placed(receiving.memory, x)
-
-    def tangent(self, tangent: Tensor, *saved: Tensor) -> Tensor:
-        assert self.transfer.tangent_handle is not None
-        return self.transfer.tangent_handle.Wait()
-
-
-class WaitRecvInPlace(WaitRecv):
-    __slots__ = ()
-    overwrites = True
+        memory = torch.zeros_like(tangent)
+        self.tangent_handle = Irecv(self.comm, self.peer, self.tag, memory, False).begin()
+        return self.tangent_handle.dummy
 
 
 class Messages(Comm):
@@ -329,8 +286,7 @@ class Messages(Comm):
         Raises:
             MismatchError: the message has another length.
         """
-        self.check_source(source, tag)
-        return overwrite(RecvInPlace(self, source, tag), Recv(self, source, tag), tensor)
+        return overwrite(Recv(self, *self.check_source(source, tag)), tensor)
 
     def Sendrecv(
         self,
@@ -366,7 +322,10 @@ class Messages(Comm):
     @_compiled.eager_only
     def Irecv(self, tensor: Tensor, source: int, tag: int = 0) -> WaitHandle:
         """Start :meth:`Recv`; :meth:`Wait` returns the result."""
-        return Irecv(self, *self.check_source(source, tag)).begin(tensor)
+        check_tensor(tensor)
+        check_memory(tensor)
+        peer = self.check_source(source, tag)
+        return Irecv(self, *peer, tensor, can_overwrite(tensor)).begin()
 
 
 def JoinDummies(x: Tensor, dummies: Sequence[Tensor]) -> Tensor:
@@ -376,7 +335,7 @@ def JoinDummies(x: Tensor, dummies: Sequence[Tensor]) -> Tensor:
 
 def JoinDummiesHandle(handle: WaitHandle, dummies: Sequence[Tensor]) -> WaitHandle:
     """Return ``handle`` with an autograd dependency of its ``dummy`` on ``dummies``."""
-    return WaitHandle(handle.transfer, JoinDummies(handle.dummy, dummies))
+    return WaitHandle(handle.started, JoinDummies(handle.dummy, dummies))
 
 
 class _Join(torch.autograd.Function):

@@ -8,8 +8,8 @@ recorded communications, so that it can be differentiated again), and its batche
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, is_grad_enabled
@@ -17,26 +17,30 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from torchrelay import _torch
-from torchrelay.errors import ArgumentError, GraphError, UnsupportedError
+from torchrelay.errors import ArgumentError, UnsupportedError
 from torchrelay.mpi import _chain, _compiled, _headers
-from torchrelay.mpi._comm import Comm
 from torchrelay.mpi._dtypes import Op, check_tensor, is_differentiable
-from torchrelay.mpi._layout import any_length
 from torchrelay.mpi._library import refusal
-from torchrelay.mpi._memory import packed, placed
+from torchrelay.mpi._memory import any_length, packed, placed
 from torchrelay.mpi._settings import settings
 from torchrelay.mpi._transport import Requests
 from torchrelay.mpi._wait import check_usable, finish
+
+if TYPE_CHECKING:
+    from torchrelay.mpi._comm import Comm
 
 __all__ = [
     "Adjoint",
     "AlongAxis",
     "Call",
+    "Plan",
     "Started",
+    "check_parts",
     "conjugate",
     "is_differentiated",
     "nothing_of",
     "record",
+    "run",
     "unchanged",
 ]
 
@@ -52,8 +56,7 @@ def unchanged(x: Tensor) -> Tensor:
 
 def conjugate(kind: str) -> Callable[..., Call]:
     """Return the class named ``kind``, for derivatives whose modules cannot import each other."""
-    found: Any = _compiled.kinds[kind]
-    return found  # type: ignore[no-any-return]
+    return _compiled.kinds[kind]
 
 
 @dataclass(slots=True, eq=False)
@@ -86,19 +89,16 @@ class Call:
     """
 
     comm: Comm
+    overwrites: bool = field(default=False, kw_only=True)
+    """Whether the result lies in the input's memory."""
 
     name: ClassVar[str]
-    function: ClassVar[str]
-    """The name, alike whether the call overwrites its input or not."""
     everyone: ClassVar[bool] = True
     """Whether all ranks of the communicator take part."""
     passive: ClassVar[bool] = False
     """Whether its backward communicates nothing."""
-    overwrites: ClassVar[bool] = False
-    """Whether the result lies in the input's memory."""
-
-    transforms: ClassVar[frozenset[str]] = frozenset({"Grad", "Jvp", "Vmap"})
-    """The transforms of ``torch.func`` that it supports."""
+    transformable: ClassVar[bool] = True
+    """Whether ``torch.func`` can transform it."""
 
     @property
     def known(self) -> Sequence[int] | None:
@@ -107,8 +107,6 @@ class Call:
 
     def __init_subclass__(cls) -> None:
         _compiled.kinds[cls.__name__] = cls
-        if "name" in vars(cls):
-            cls.function = cls.name.rstrip("_")
 
     def numbers(self, x: Tensor) -> Sequence[int]:
         """Return what the other ranks need to know of this call; equally many on all ranks."""
@@ -131,14 +129,14 @@ class Call:
     def forward(self, x: Tensor) -> Tensor:
         """Communicate, without recording."""
         source = packed(x, self.comm.transport)
-        numbers = _headers.exchange_numbers(self, source)
+        numbers = _headers.exchange_numbers(self, self.fields(source), self.numbers(source))
         return placed(self.start(source, numbers, True).finish(self), x)
 
     def saved(self, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
         """Return the tensors that the derivative needs; none for linear functions."""
         return ()
 
-    def joined(self, link: _chain.Link) -> None:
+    def joined(self, chain: _chain.Chain) -> None:
         """Called when the call has joined a chain, if not all ranks take part in it."""
 
     def adjoint(self, grad: Tensor) -> Adjoint:
@@ -203,7 +201,7 @@ class Call:
 
     def fields(self, x: Tensor) -> _headers.Fields:
         """Return what must be equal on all ranks; see ``_headers.described``."""
-        return (self.function, self.arguments(), x.dtype, x.shape)
+        return (self.name, self.arguments(), x.dtype, x.shape)
 
     def describe(self) -> str:
         """Return function and arguments, for messages."""
@@ -217,6 +215,15 @@ class Call:
         return range(self.comm.size)
 
 
+def check_parts(call: Call, lengths: Sequence[int], there: int, axis: int) -> None:
+    """Raise :class:`ArgumentError` if the ``lengths`` that ranks ask for are not all there is."""
+    if min(lengths) < 0 or sum(lengths) != there:
+        raise ArgumentError(
+            f"{call.describe()}: the ranks ask for {list(lengths)}, together {sum(lengths)}, but "
+            f"there are {there} along axis {axis}"
+        )
+
+
 class AlongAxis(Call):
     """A call on tensors that are cut or concatenated along an axis."""
 
@@ -227,7 +234,7 @@ class AlongAxis(Call):
         return replace(self, axis=self.axis + 1)  # type: ignore[call-arg]
 
     def fields(self, x: Tensor) -> _headers.Fields:
-        return (self.function, self.arguments(), x.dtype, any_length(x, self.axis, self.known))
+        return (self.name, self.arguments(), x.dtype, any_length(x, self.axis, self.known))
 
     def arguments(self) -> str:
         return f"axis={self.axis}"
@@ -236,27 +243,14 @@ class AlongAxis(Call):
 _TOKEN = torch.empty(())
 
 
-class Recorded(_chain.Link):
-    """State of a node: its call, its place in the chain, and a cotangent of zeros."""
-
-    __slots__ = ("call", "device", "dtype", "saved_count", "shape")
-
-    def __init__(
-        self, chain: _chain.Chain, node: Any, call: Call, y: Tensor, saved_count: int
-    ) -> None:
-        super().__init__(chain, node, call.name)
-        self.call = call
-        self.saved_count = saved_count  # the derivative needs this many saved tensors, the first
-        self.shape = y.shape
-        self.dtype = y.dtype
-        self.device = y.device
-
-    def pull_back(self, ctx: Any, grad: Tensor | None) -> Tensor | None:
-        """Compute the input's cotangent, also if only other ranks need it; None if unused here."""
-        if grad is None:
-            grad = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
-        result: Tensor | None = self.call.backward(grad, *ctx.saved_tensors[: self.saved_count])
-        return result if ctx.needs_input_grad[1] else None
+def _pull_back(ctx: Any, grad: Tensor | None) -> Tensor | None:
+    """Compute the input's cotangent, also if only other ranks need it; None if unused here."""
+    link: _chain.Link = ctx.link
+    if grad is None:
+        shape, dtype, device = link.like
+        grad = torch.zeros(shape, dtype=dtype, device=device)
+    result = link.call.backward(grad, *ctx.saved_tensors[: link.saved_count])
+    return result if ctx.needs_input_grad[1] else None
 
 
 class Node(torch.autograd.Function):
@@ -274,26 +268,26 @@ class Node(torch.autograd.Function):
             ctx.save_for_backward(*kept)
         if call.overwrites:
             ctx.mark_dirty(x)
-        ctx.recorded = Recorded(_chain.current(), ctx, call, y, len(saved))
+        ctx.link = _chain.Link(_chain.current(), ctx, call, y, len(saved))
         if not call.everyone:
-            call.joined(ctx.recorded)
+            call.joined(ctx.link.chain)
         return y, torch.empty_like(_TOKEN)
 
     @staticmethod
     def backward(
         ctx: Any, grad: Tensor | None, _token: Tensor | None
     ) -> tuple[None, Tensor | None, None]:
-        recorded: Recorded = ctx.recorded
-        comm = recorded.call.comm
-        if not recorded.enter(
+        link: _chain.Link = ctx.link
+        comm = link.call.comm
+        if not link.enter(
             (comm.unreachable_policy or settings.unreachable_policy) if comm.size > 1 else "ignore",
             grad is not None,
         ):
             return None, None, None
         if not is_grad_enabled():
-            return None, recorded.pull_back(ctx, grad), None
-        with _chain.adjoint_chain(recorded):
-            return None, recorded.pull_back(ctx, grad), None
+            return None, _pull_back(ctx, grad), None
+        with _chain.adjoint_chain(link):
+            return None, _pull_back(ctx, grad), None
 
 
 @_compiled.eager_only
@@ -321,16 +315,14 @@ class TransformNode(Node):
         ctx.save_for_forward(*saved)
         if call.overwrites:
             ctx.mark_dirty(x)
-        ctx.recorded = Recorded(_chain.Chain(), ctx, call, output[0], len(saved))
+        ctx.link = _chain.Link(_chain.Chain(), ctx, call, output[0], len(saved))
         ctx.like = (x.shape, x.dtype, x.device)
-        ctx.place = (_transform_chain, len(_transform_chain.names))
 
     @staticmethod
     def backward(
         ctx: Any, grad: Tensor | None, _token: Tensor | None
     ) -> tuple[None, Tensor | None, None]:
-        _check_messages(*ctx.place)
-        return None, ctx.recorded.pull_back(ctx, grad), None
+        return None, _pull_back(ctx, grad), None
 
     @staticmethod
     def jvp(
@@ -339,7 +331,7 @@ class TransformNode(Node):
         if tangent is None:
             shape, dtype, device = ctx.like
             tangent = torch.zeros(shape, dtype=dtype, device=device)
-        return ctx.recorded.call.tangent(tangent, *ctx.saved_tensors), torch.zeros(())
+        return ctx.link.call.tangent(tangent, *ctx.saved_tensors), torch.zeros(())
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], call: Call, x: Tensor, token: Tensor) -> Any:
@@ -376,6 +368,15 @@ def record(call: Call, x: Tensor) -> Tensor:
         raise ArgumentError(f"{what}: MPI refuses it: {cause}") from error
 
 
+Plan: TypeAlias = tuple[Call, Tensor, Callable[[Tensor], Tensor]]
+"""A call, what it communicates, and what makes the function's result of its result."""
+
+
+def run(call: Call, x: Tensor, complete: Callable[[Tensor], Tensor]) -> Tensor:
+    """Run a plan."""
+    return complete(record(call, x))
+
+
 def _plain(call: Call, x: Tensor) -> Tensor:
     """Return the plain tensor in ``x``, with its history.
 
@@ -396,7 +397,7 @@ def _record(call: Call, x: Tensor) -> Tensor:
     check_usable(call.comm)
     if settings.debug and call.everyone:
         is_recorded = is_grad_enabled() and call.differentiable(x)
-        _headers.agree(call, *call.fields(x), "recorded" if is_recorded else "not recorded")
+        _headers.agree(call, (*call.fields(x), "recorded" if is_recorded else "not recorded"))
     if not (is_grad_enabled() or transforms_active() or forward_mode_active()):
         # Backward passes too.
         return call.forward(x)
@@ -440,7 +441,6 @@ def _record_dual(call: Call, x: Tensor) -> Tensor:
 
 
 _transform_head: Tensor | None = None
-_transform_chain = _chain.Chain()  # the messages since the transform began
 
 
 def _record_under_transform(call: Call, x: Tensor) -> Tensor:
@@ -448,50 +448,22 @@ def _record_under_transform(call: Call, x: Tensor) -> Tensor:
     global _transform_head
     if not call.differentiable(x):
         raise UnsupportedError(f"{call.describe()} of {x.dtype} inside a torch.func transform")
-    if call.transforms != Call.transforms:
-        refused = _torch.transform_kinds() - call.transforms
-        if refused:
-            raise UnsupportedError(
-                f"{call.describe()} under torch.func's {', '.join(sorted(refused))} transform: a "
-                "rank does not know whether the other's tensor has a tangent or a batch; use "
-                "Sendrecv or a collective, or torch.autograd.forward_ad"
-            )
-    token = _transform_token()
-    if (
-        is_grad_enabled()
-        and call.transforms != Call.transforms
-        and not (call.passive or call.comm.is_reverse)
-    ):
-        _transform_chain.names.append(call.name)
-    y, _transform_head = record_transformed(call, x, token)
+    if not call.transformable:
+        raise UnsupportedError(
+            f"{call.describe()} inside a torch.func transform: a rank does not know what the other "
+            "differentiates or batches; use Sendrecv or a collective, or torchrelay.mpi.grad and "
+            "torch.autograd.forward_ad"
+        )
+    y, _transform_head = record_transformed(call, x, _transform_token())
     return y
 
 
 def _transform_token() -> Tensor:
-    global _transform_chain  # noqa: PLW0603
     if _transform_head is not None:
         head = _torch.strip_dead_transform(_transform_head)
         if _torch.is_transformed(head):
             return head
-    _transform_chain = _chain.Chain()
     return torch.zeros(())
-
-
-def _check_messages(chain: _chain.Chain, begun: int) -> None:
-    """Raise :class:`GraphError` if this backward pass begins before the transform's last message.
-
-    Its derivative would be left out, and the other rank's gradient dropped.
-    """
-    task = _torch.backward_id()
-    if chain.task == task:
-        return
-    chain.task, missed = task, chain.names[begun:]
-    if missed:
-        raise GraphError(
-            f"the result of a torch.func transform does not depend on its last messages "
-            f"({', '.join(missed)}), whose derivatives would be left out: return "
-            "torchrelay.mpi.JoinDummies(result, [what Send or Wait returned])"
-        )
 
 
 def record_transformed(call: Call, x: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from torchrelay.mpi._dtypes import Op
     from torchrelay.mpi._headers import Headers
-    from torchrelay.mpi._layout import Blocks
+    from torchrelay.mpi._memory import Blocks
 
 __all__ = [
     "ANY_SOURCE",
@@ -94,7 +94,10 @@ class Transport(Protocol):
         """
 
     def reduce(self, source: Tensor, result: Tensor, op: Op, root: int, arrived: bool) -> Requests:
-        """Reduce all ranks' ``source`` into root's ``result``, which may be the same memory."""
+        """Reduce all ranks' ``source`` into root's ``result``, which may be the same memory.
+
+        That of other ranks is undefined afterwards.
+        """
 
     def scan(
         self,
@@ -148,10 +151,10 @@ class Transport(Protocol):
     def duplicate(self) -> Any:
         """Return a transport of the same ranks, whose messages are separate. Collective."""
 
-    def split(self, color: int, key: int, finish: Callable[[Testable], object]) -> Any:
-        """Return the transport of the ranks with the same ``color``, ordered by ``key``.
+    def split(self, color: int, members: list[int]) -> Any:
+        """Return the transport of the ranks with the same ``color``; None for UNDEFINED.
 
-        Collective. None for UNDEFINED. ``finish`` waits for a request.
+        Collective. ``members`` are these ranks, in their new order.
         """
 
     def free(self) -> None:

@@ -15,13 +15,14 @@ that wait for it raise once all other ranks they wait for are in the same call.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import itertools
 import os
 import sys
 import time
 import weakref
-from collections.abc import Iterable
-from typing import Any, Protocol
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torchrelay._waiting import listed
 from torchrelay.errors import (
@@ -32,10 +33,13 @@ from torchrelay.errors import (
     TorchRelayError,
     UnavailableError,
 )
-from torchrelay.mpi._comm import Comm, SharedState
 from torchrelay.mpi._library import is_worker, refusal
 from torchrelay.mpi._settings import settings
 from torchrelay.mpi._transport import ANY_SOURCE, Testable
+
+if TYPE_CHECKING:
+    from torchrelay.mpi._comm import Comm, Lease
+    from torchrelay.mpi._mpi4py import End
 
 __all__ = [
     "CALL",
@@ -73,14 +77,6 @@ CALLS_GRACES = 5  # grace periods that a rank waits for descriptions of the othe
 QUESTION, ANSWER, FAREWELL, MISMATCH, ENDED, CALL = range(1, 7)
 
 
-class End(Protocol):
-    """How the ranks of MPI end."""
-
-    def is_over(self) -> bool: ...
-    def start(self) -> Testable: ...
-    def abort(self) -> None: ...
-
-
 class Waiting(Protocol):
     """A communication that can be waited for and named."""
 
@@ -91,7 +87,7 @@ class Waiting(Protocol):
     def peers(self) -> Iterable[int]: ...
 
 
-_leases: weakref.WeakSet[SharedState] = weakref.WeakSet()
+_leases: weakref.WeakSet[Lease] = weakref.WeakSet()
 # Requests that may never complete, with memory whose freeing would corrupt it.
 _abandoned: list[Any] = []
 _end: End | None = None
@@ -99,7 +95,6 @@ _broken: str | None = None
 _is_rank = True
 _has_ended = False
 _waiting: tuple[Waiting, float] | None = None
-_has_notified = False
 
 
 def leave_with(end: End) -> None:
@@ -108,12 +103,12 @@ def leave_with(end: End) -> None:
     _end = end
 
 
-def register(lease: SharedState) -> None:
+def register(lease: Lease) -> None:
     """Answer questions over its control communicator while this rank waits anywhere."""
     _leases.add(lease)
 
 
-def unregister(lease: SharedState) -> None:
+def unregister(lease: Lease) -> None:
     _leases.discard(lease)
 
 
@@ -185,17 +180,24 @@ def finish(request: Testable, call: Waiting, memory: object = None) -> None:
         ) from error
 
 
-def _hear_cause(call: Waiting) -> None:
-    """Raise what another rank reports within ``grace_s``, of which an error is a consequence."""
+@contextlib.contextmanager
+def _waiting_in(call: Waiting) -> Iterator[float]:
+    """Answer questions within the block with ``call``; gives the time of its start."""
     global _waiting  # noqa: PLW0603
     before, start = _waiting, time.monotonic()
     _waiting = (call, start)
     try:
+        yield start
+    finally:
+        _waiting = before
+
+
+def _hear_cause(call: Waiting) -> None:
+    """Raise what another rank reports within ``grace_s``, of which an error is a consequence."""
+    with _waiting_in(call) as start:
         while time.monotonic() - start < settings.grace_s:
             listen()
             time.sleep(NAP_S)
-    finally:
-        _waiting = before
 
 
 class Named:
@@ -213,28 +215,22 @@ class Named:
 
 
 def _finish_late(request: Testable, call: Waiting, tests: int) -> None:
-    global _waiting  # noqa: PLW0603
-    before, start = _waiting, time.monotonic()
-    _waiting = (call, start)
-    checked = asked = start
-    try:
+    with _waiting_in(call) as start:
+        checked = asked = start
         while not any(request.Test() for _ in range(tests)):
             now = time.monotonic()
             if now - checked > LISTEN_S:
                 checked = now
                 listen()
-                if now - start > settings.timeout_s and _give_up(request, call, start):
-                    return
-                if call.comm.lease.ended and now - asked > settings.grace_s:
-                    if _give_up_the_ended(request, call):
+                is_late = now - start > settings.timeout_s
+                if is_late or (call.comm.lease.ended and now - asked > settings.grace_s):
+                    if _check_peers(request, call, now - start, is_late):
                         return
                     asked = time.monotonic()
             if now - start < YIELD_S:
                 os.sched_yield()
             else:
                 time.sleep(NAP_S)
-    finally:
-        _waiting = before
 
 
 def listen() -> list[tuple[int, str]]:
@@ -267,47 +263,43 @@ def _current_call() -> str:
     return f"waiting in {call.describe()} on {call.comm.name} for {time.monotonic() - start:.1f} s"
 
 
-def _give_up(request: Testable, call: Waiting, start: float) -> bool:
-    """Ask all ranks for their state, then raise; return True if it completed meanwhile."""
-    comm, peers = call.comm, _peers(call)
-    answers = _ask(request, call, peers)
-    if answers is None:
-        return True
-    what = f"{call.describe()} on {comm.name}"
-    missing = [rank for rank in peers if what not in answers.get(rank, "")]
-    places = [f"rank {rank} is {answers.get(rank, 'in no communication')}" for rank in peers]
-    cause = (
-        f"{listed('rank', missing)} did not take part"
-        if missing
-        else "all ranks take part, but no message moves"
-    )
-    raise failed(
-        OperationTimeoutError(
-            f"rank {comm.rank}: {what} did not end within {time.monotonic() - start:.1f} s; "
-            f"{cause} ({'; '.join(places)}). Do all ranks make the same calls in the same order? "
-            + HINT,
-            missing,
-        )
-    )
+def _check_peers(request: Testable, call: Waiting, waited_s: float, is_late: bool) -> bool:
+    """Ask the other ranks that ``call`` waits for. Return True if it completed meanwhile.
 
+    A rank may end before others when its part is done, such as the root of a broadcast, so one that
+    is not in this call may be the missing one.
 
-def _give_up_the_ended(request: Testable, call: Waiting) -> bool:
-    """Raise if ``call`` waits only for ranks that have ended.
-
-    Returns True if it completed meanwhile. A rank may end before others when its part is done, such
-    as the root of a broadcast, so the others are asked, and any that is not in this call may be the
-    missing one.
+    Raises:
+        OperationTimeoutError: it ``is_late``.
+        PeerLostError: it waits only for ranks that have ended.
     """
-    comm, peers = call.comm, _peers(call)
+    comm = call.comm
+    peers = [rank for rank in call.peers() if rank != comm.lease.rank and rank >= 0]
     ended = [rank for rank in peers if rank in comm.lease.ended]
-    if not ended:
+    asked = peers if is_late else [rank for rank in peers if rank not in ended]
+    if not (is_late or ended):
         return False
-    others = [rank for rank in peers if rank not in comm.lease.ended]
-    answers = _ask(request, call, others)
+    answers = _ask(request, call, asked)
     if answers is None:
         return True
     what = f"{call.describe()} on {comm.name}"
-    if any(what not in answers.get(rank, "") for rank in others):
+    missing = [rank for rank in asked if what not in answers.get(rank, "")]
+    if is_late:
+        places = [f"rank {rank} is {answers.get(rank, 'in no communication')}" for rank in peers]
+        cause = (
+            f"{listed('rank', missing)} did not take part"
+            if missing
+            else "all ranks take part, but no message moves"
+        )
+        raise failed(
+            OperationTimeoutError(
+                f"rank {comm.rank}: {what} did not end within {waited_s:.1f} s; {cause} "
+                f"({'; '.join(places)}). Do all ranks make the same calls in the same order? "
+                + HINT,
+                missing,
+            )
+        )
+    if missing:
         return False
     raise failed(
         PeerLostError(
@@ -316,12 +308,6 @@ def _give_up_the_ended(request: Testable, call: Waiting) -> bool:
             ended,
         )
     )
-
-
-def _peers(call: Waiting) -> list[int]:
-    """Return the other ranks that it waits for."""
-    mine = call.comm.lease.rank
-    return [rank for rank in call.peers() if rank != mine and rank >= 0]
 
 
 def _ask(request: Testable, call: Waiting, ranks: list[int]) -> dict[int, str] | None:
@@ -343,18 +329,11 @@ def _ask(request: Testable, call: Waiting, ranks: list[int]) -> dict[int, str] |
 
 def failed(error: TorchRelayError) -> TorchRelayError:
     """Notify all ranks, end communication, and return ``error`` to be raised."""
-    global _broken  # noqa: PLW0603
-    _broken = str(error)
-    _notify_all(_broken, MISMATCH if isinstance(error, MismatchError) else FAREWELL)
+    global _broken
+    is_first, _broken = _broken is None, str(error)
+    if is_first:
+        _send_all(MISMATCH if isinstance(error, MismatchError) else FAREWELL, _broken)
     return error
-
-
-def _notify_all(reason: str, tag: int = FAREWELL) -> None:
-    global _has_notified  # noqa: PLW0603
-    if _has_notified:
-        return
-    _has_notified = True
-    _send_all(tag, reason)
 
 
 def _send_all(tag: int, text: str) -> None:
@@ -364,12 +343,12 @@ def _send_all(tag: int, text: str) -> None:
                 send(lease, rank, tag, text)
 
 
-def send(lease: SharedState, rank: int, tag: int, text: str) -> None:
+def send(lease: Lease, rank: int, tag: int, text: str) -> None:
     """Send a control message, without waiting for its receiver."""
     lease.control.post(rank, tag, text.encode())
 
 
-def receive(lease: SharedState, source: int, tag: int) -> list[tuple[int, str]]:
+def receive(lease: Lease, source: int, tag: int) -> list[tuple[int, str]]:
     """Return the control messages that have arrived, with their sources."""
     return [
         (rank, text.decode(errors="replace")) for rank, text in lease.control.posted(source, tag)
@@ -405,10 +384,8 @@ def _leave() -> None:
             print(f"{type(lost).__name__}: {lost}", file=sys.stderr)
         else:
             return
-    if not isinstance(error, KeyboardInterrupt):
-        _notify_all(
-            f"it ended with {type(error).__name__}: {error}" if _broken is None else _broken
-        )
+    if _broken is None and not isinstance(error, KeyboardInterrupt):
+        _send_all(FAREWELL, f"it ended with {type(error).__name__}: {error}")
     sys.stdout.flush()
     sys.stderr.flush()
     if _end is not None:

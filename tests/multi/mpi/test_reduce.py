@@ -52,6 +52,7 @@ FUNCTIONS: dict[str, Differentiable] = {
     "Reduce_ PROD": lambda comm, x: comm.Reduce_(x * 1, mpi.MPI_PROD, 0),
     "Ireduce": lambda comm, x: comm.Ireduce(x * x, mpi.MPI_SUM, 0).Wait(),
     "Ireduce MIN": lambda comm, x: comm.Ireduce(x * x, mpi.MPI_MIN, comm.size - 1).Wait(),
+    "Ireduce PROD": lambda comm, x: comm.Ireduce(x * 1, mpi.MPI_PROD, 0).Wait(),
 }
 
 

@@ -73,16 +73,61 @@ def test_only_reductions_of_mpi_are_taken(op: Any) -> None:
 
 @pytest.mark.parametrize("given", [1.0, np.ones(2)])
 def test_only_tensors_are_taken(given: Any) -> None:
-    comm = mpi.COMM_WORLD
+    comm, grid = mpi.COMM_WORLD, mpi.COMM_WORLD.Cart([1])
+    assert grid is not None
     for call in (
         lambda: comm.Allreduce(given, mpi.MPI_SUM),
+        lambda: comm.Allreduce(given, mpi.MPI_LAND),
+        lambda: comm.Allreduce(given, mpi.MPI_MAXLOC),
+        lambda: comm.Iallreduce(given, mpi.MPI_MAX),
         lambda: comm.Bcast_(given, 0),
         lambda: comm.Reduce_(given, mpi.MPI_MAX, 0),
+        lambda: comm.Ireduce(given, mpi.MPI_LOR, 0),
+        lambda: comm.Scan(given, mpi.MPI_LXOR),
+        lambda: comm.Iexscan(given, mpi.MPI_PROD),
+        lambda: comm.Gather(given, 0, 0),
+        lambda: comm.Igather(given, 0, 0),
+        lambda: comm.Allgather(given, 0),
+        lambda: comm.Iallgather(given, 0),
+        lambda: comm.Scatter(given, 0, 1, 0),
+        lambda: comm.Iscatter(given, 0, 0),
+        lambda: comm.Alltoall(given, 0, 0, 1),
+        lambda: comm.Ialltoall(given, 0, 0),
+        lambda: comm.Alltoallv(given, [1]),
+        lambda: comm.Reduce_scatter(given, mpi.MPI_SUM, 0, 1),
+        lambda: comm.Reduce_scatter_block(given, mpi.MPI_SUM),
+        lambda: comm.Ireduce_scatter(given, mpi.MPI_SUM),
+        lambda: grid.Halo_exchange(given),
+        lambda: grid.Neighbor_alltoall(given),
         lambda: comm.Send(given, 0),
         lambda: comm.Recv(given, 0),
+        lambda: comm.Irecv(given, 0),
         lambda: comm.Sendrecv(given, 0, 0),
     ):
         with pytest.raises(ArgumentError, match=r"a tensor is needed, not (float|ndarray)"):
+            call()
+
+
+def test_wrong_arguments_are_named_with_what_to_pass() -> None:
+    comm, x = mpi.COMM_WORLD, torch.ones(2)
+    for call, sentence in (
+        (lambda: comm.Allgather(x, 1.0), "axis must be an integer, not float"),  # type: ignore[arg-type]
+        (lambda: comm.Alltoall(x, 0, None, 1), "axis must be an integer, not NoneType"),  # type: ignore[arg-type]
+        (lambda: comm.Irecv(0, x), "a tensor is needed, not int"),  # type: ignore[arg-type]
+        (lambda: comm.Irecv(x, "0"), "source must be an integer, not str"),  # type: ignore[arg-type]
+        (lambda: comm.Irecv(x, 0, None), "tag must be an integer, not NoneType"),  # type: ignore[arg-type]
+        (lambda: comm.Isend(0, x), "dest must be an integer, not Tensor"),  # type: ignore[arg-type]
+        (lambda: comm.Irecv(x, 1), "which has ranks 0 to 0"),
+        (lambda: comm.Irecv(x.to_sparse(), 0), "pass a dense one that has values"),
+        (lambda: comm.Recv(x.to("meta"), 0), "pass a dense one that has values"),
+        (lambda: comm.Wait(x), "Wait takes what Isend, Irecv .* returned, not Tensor"),  # type: ignore[arg-type]
+        (lambda: comm.Allreduce(x, mpi.MPI_BAND), "pass a tensor of integers or bool"),
+        (lambda: comm.Iallreduce(x, mpi.MPI_BXOR), "pass a tensor of integers or bool"),
+        (lambda: comm.Allreduce(x + 1j, mpi.MPI_MAX), r"pass a real tensor, such as"),
+        (lambda: comm.Allreduce(x + 1j, mpi.MPI_MAXLOC), r"pass a real tensor, such as"),
+        (lambda: comm.Scan(x, mpi.MPI_MAXLOC), "only Allreduce takes it"),
+    ):
+        with pytest.raises(ArgumentError, match=sentence):
             call()
 
 
@@ -133,54 +178,3 @@ def test_overwritten_leaf_may_be_trained_afterwards() -> None:
     result.sum().backward()
     (2 * x).sum().backward()
     assert x.grad is not None and x.grad.tolist() == [5.0] * 3
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit.script")
-def test_scripted_functions_start_communications_and_wait() -> None:
-    """The original's example, from itself to itself."""
-
-    def function(x: torch.Tensor, comm: mpi4torch.MPI_Communicator) -> torch.Tensor:
-        handle = comm.Isend(x, comm.rank, 5)
-        first = comm.Recv(mpi4torch.JoinDummies(torch.empty_like(x), [handle.dummy]), comm.rank, 5)
-        sent = comm.Wait(mpi4torch.JoinDummiesHandle(handle, [first]))
-        receiving = comm.Irecv(torch.empty_like(x), 0, 6)
-        sending = comm.Isend(3 * mpi4torch.JoinDummies(first, [sent]), 0, 6)
-        second = comm.Wait(receiving)
-        return mpi4torch.JoinDummies(second, [comm.Wait(sending)])
-
-    def twice(x: torch.Tensor, comm: mpi4torch.MPI_Communicator) -> torch.Tensor:
-        handle = comm.Irecv(torch.empty_like(x), 0, 7)
-        comm.Send(x, 0, 7)
-        return comm.Wait(handle) + comm.Wait(handle)
-
-    for run in (function, torch.jit.script(function)):
-        for _ in range(3):
-            x = torch.arange(4.0).requires_grad_()
-            y = run(x, mpi4torch.COMM_WORLD)
-            assert y.tolist() == [0.0, 3.0, 6.0, 9.0]
-            mpi.backward(y.square().sum())
-            assert x.grad is not None and x.grad.tolist() == [0.0, 18.0, 36.0, 54.0]
-    for run in (twice, torch.jit.script(twice)):
-        with (
-            torch.no_grad(),
-            pytest.raises((ArgumentError, RuntimeError), match="already waited for"),
-        ):
-            run(torch.ones(2), mpi4torch.COMM_WORLD)
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit.script")
-def test_scripted_functions_take_a_communicator() -> None:
-    def function(x: torch.Tensor, comm: mpi4torch.MPI_Communicator) -> torch.Tensor:
-        y = comm.Allreduce(x, mpi4torch.MPI_SUM) / comm.size
-        comm.Allgather(x, 0)  # not used, and yet called
-        z = comm.Reduce_(y * 2, mpi4torch.MPI_SUM, 0)
-        return comm.Alltoall(comm.Scatter(comm.Bcast_(z * 2, 0), 0, 3, 0), 0, 0, 3) + comm.rank
-
-    scripted = torch.jit.script(function)
-    for _ in range(3):  # the profiling executor optimises from the second time on
-        x = torch.ones(3, requires_grad=True)
-        with torch.profiler.profile() as profile:
-            y = scripted(x, mpi4torch.COMM_WORLD)
-        assert "torchrelay.mpi.Allgather" in {event.name for event in profile.events()}
-        mpi.backward(y.sum())
-        assert y.tolist() == [4.0] * 3 and x.grad is not None and x.grad.tolist() == [4.0] * 3
