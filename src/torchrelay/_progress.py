@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from torchrelay.errors import UnavailableError
 
-__all__ = ["Progress", "tracking"]
+__all__ = ["Progress", "no_progress", "tracking"]
 
 Progress = bool | Callable[[int, int], None]
 
@@ -16,9 +16,8 @@ Progress = bool | Callable[[int, int], None]
 @contextmanager
 def tracking(
     progress: Progress, total_bytes: int, what: str, *, shown: bool = True
-) -> Iterator[Callable[[int], None] | None]:
-    """Return a function to call with each number of bytes done, from any thread; None without
-    progress.
+) -> Iterator[Callable[[int], None]]:
+    """Return a function to call with each number of bytes done, from any thread.
 
     Args:
         progress: True for a bar, False for nothing, or a function (bytes done, bytes in all).
@@ -27,7 +26,7 @@ def tracking(
         shown: whether this rank shows a bar; one of them does.
     """
     if progress is False or (progress is True and not shown):
-        yield None
+        yield no_progress
     elif progress is True:
         try:
             from rich import progress as bars  # noqa: PLC0415 - takes a while, and few ask for it
@@ -43,6 +42,10 @@ def tracking(
             yield lambda size_bytes: bar.advance(task, size_bytes)
     else:
         yield _counted(progress, total_bytes)
+
+
+def no_progress(size_bytes: int) -> None:
+    """Do nothing with the number of bytes done."""
 
 
 def _counted(report: Callable[[int, int], None], total_bytes: int) -> Callable[[int], None]:

@@ -219,21 +219,12 @@ def _parts(state: Any) -> list[_Part]:
     return [*parts, rest]
 
 
-class _Deferred(NamedTuple):
-    """The ``place``-th block of a tensor that is materialised before it is read: ``inner``, in
-    coordinates of the whole tensor, of ``box``.
+def _materialized(part: _Part, name: str, place: int, box: Box, inner: Box) -> torch.Tensor:
+    """Return ``inner``, in coordinates of the whole tensor, of ``box``, the ``place``-th block of a
+    tensor that was deferred when it was compared.
     """
-
-    part: _Part
-    name: str
-    place: int
-    box: Box
-    inner: Box
-
-    def tensor(self) -> torch.Tensor:
-        leaf = self.part.leaves[self.name]
-        block = tensor_state(self.name, leaf.value).tensors[self.place]
-        return _inside(block, self.box, self.inner)
+    block = tensor_state(name, part.leaves[name].value).tensors[place]
+    return _inside(block, box, inner)
 
 
 @dataclass
@@ -287,7 +278,7 @@ class _Loading:
             self._parts = _parts(self.state)
             self._objects: list[tuple[_Part, Leaf, Any]] = []
             self._segments: list[Segment] = []
-            self._targets: list[torch.Tensor | _Deferred] = []
+            self._targets: list[torch.Tensor | partial[torch.Tensor]] = []
             self._match()
             if self.reading.verify != "none":
                 reader.check_files(segment.chunk.file for segment in self._segments)
@@ -441,7 +432,7 @@ class _Loading:
             segments = segments_of(key, entry, box)
             self._segments += segments
             self._targets += [
-                _Deferred(part, name, place, box, segment.inner)
+                partial(_materialized, part, name, place, box, segment.inner)
                 if is_deferred_here
                 else _inside(tensors[place], box, segment.inner)
                 for segment in segments
@@ -462,14 +453,12 @@ class _Loading:
                 blocks[name] = deal_blocks(touched, readers.index(ranks.rank))
         ranks.together(lambda: self._reader.verify_blocks(blocks))
 
-    def fill(self, advance: Callable[[int], None] | None) -> None:
+    def fill(self, advance: Callable[[int], None]) -> None:
         """Materialise the deferred tensors, read everything, and set the values."""
         for part in self._parts:
             if isinstance(part.owner, torch.nn.Module) and is_deferred(part.owner):
                 self._materialize(part)
-        targets = (
-            target.tensor() if isinstance(target, _Deferred) else target for target in self._targets
-        )
+        targets = (target() if isinstance(target, partial) else target for target in self._targets)
         self._reader.fill(
             zip(self._segments, targets, strict=True),
             advance,

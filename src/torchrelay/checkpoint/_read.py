@@ -21,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from torchrelay import _native
+from torchrelay._progress import no_progress
 from torchrelay.checkpoint._boxes import BoxIndex, contiguous_runs
 from torchrelay.checkpoint._foreign import find_checkpoint
 from torchrelay.checkpoint._storage import Folder, Path
@@ -50,7 +51,7 @@ __all__ = [
 ]
 
 Blocks = dict[str, NDArray[np.bool_]]  # of each file, whether a block is meant
-Progress = Callable[[int], None] | None
+Progress = Callable[[int], None]
 Task = Callable[[], None]
 
 MAX_BUFFER_BYTES = 256 << 20
@@ -281,7 +282,7 @@ class ChunkReader:
                 f"{where}: the header, bytes 0 to {known.header_bytes}, is damaged"
             )
 
-    def verify(self, segments: Iterable[Segment], progress: Progress = None) -> None:
+    def verify(self, segments: Iterable[Segment], progress: Progress = no_progress) -> None:
         """Compare every block that a reader of ``segments`` touches with its checksum.
 
         Raises:
@@ -289,7 +290,7 @@ class ChunkReader:
         """
         self.verify_blocks(self.blocks_of(segments), progress)
 
-    def verify_all(self, progress: Progress = None) -> None:
+    def verify_all(self, progress: Progress = no_progress) -> None:
         """Compare all blocks of all files, and check that bytes that belong to no tensor are zero.
 
         Raises:
@@ -313,7 +314,7 @@ class ChunkReader:
                 ]
         return {name: self._blocks(name).touched(found) for name, found in ranges.items()}
 
-    def verify_blocks(self, blocks: Blocks, progress: Progress = None) -> None:
+    def verify_blocks(self, blocks: Blocks, progress: Progress = no_progress) -> None:
         """Compare ``blocks`` with their checksums.
 
         Raises:
@@ -339,8 +340,7 @@ class ChunkReader:
         file = self._blocks(name)
         starts, sizes = file.starts[numbers], file.sizes[numbers]
         self._compare(name, numbers, self.folder.checksums(name, starts, sizes))
-        if progress is not None:
-            progress(int(sizes.sum()))
+        progress(int(sizes.sum()))
 
     def _compare(self, name: str, numbers: NDArray[np.intp], checksums: bytes) -> None:
         """Compare the checksums of blocks with those in the manifest.
@@ -376,7 +376,7 @@ class ChunkReader:
     def fill(
         self,
         targets: Iterable[tuple[Segment, torch.Tensor]],
-        progress: Progress = None,
+        progress: Progress = no_progress,
         *,
         verify: bool = False,
     ) -> None:
@@ -465,8 +465,7 @@ class ChunkReader:
             self._compare(name, numbers, found)
         if buffer is not None:
             _native.copy_memory(addresses, starts + base, sizes)
-        if progress is not None:
-            progress(int(sizes.sum()))
+        progress(int(sizes.sum()))
 
     def _copy(self, segment: Segment, part: Box, target: torch.Tensor, progress: Progress) -> None:
         """Copy the elements of ``part`` out of its span."""
@@ -477,8 +476,7 @@ class ChunkReader:
         found = data.view(target.dtype).as_strided(part.sizes, strides)
         with torch.inference_mode(target.is_inference()), torch.no_grad():
             target[within(part, segment.inner)].copy_(found)
-        if progress is not None:
-            progress(part.numel * segment.entry.dtype.itemsize)
+        progress(part.numel * segment.entry.dtype.itemsize)
 
     def _bytes(self, name: str, offset: int, size: int, itemsize: int) -> torch.Tensor:
         """Return bytes of a file, mapped from the page cache or, where that is impossible, read."""

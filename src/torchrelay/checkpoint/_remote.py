@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import errno
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -32,23 +33,6 @@ _REMOVING = b"removing"  # in a marker, instead of the id of a save
 _REQUESTS = 8  # at once
 
 
-def open_url(url: str) -> tuple[Any, str]:
-    """Return the file system of an fsspec URL, and the path in it.
-
-    Raises:
-        UnavailableError: a package that the URL's protocol needs is missing.
-    """
-    try:
-        import fsspec  # type: ignore[import-untyped]  # noqa: PLC0415 - an extra
-    except ImportError:
-        raise UnavailableError(f"{url}: needs fsspec; pip install fsspec") from None
-    try:
-        fs, root = fsspec.core.url_to_fs(url)
-    except (ImportError, ValueError) as error:
-        raise UnavailableError(f"{url}: {error}") from None
-    return fs, root.rstrip("/")
-
-
 @contextmanager
 def remote_errors(what: str) -> Iterator[None]:
     """Convert whatever a file system of fsspec raises to :class:`StorageError`."""
@@ -63,7 +47,87 @@ def remote_errors(what: str) -> Iterator[None]:
         raise StorageError(code, f"{what}: {type(error).__name__}: {error}") from error
 
 
-class RemoteFolder:
+class _Store:
+    """A folder of an object store."""
+
+    def __init__(self, url: str) -> None:
+        """Find the file system of an fsspec URL.
+
+        Raises:
+            UnavailableError: a package that the URL's protocol needs is missing.
+        """
+        self.location = url.rstrip("/")
+        try:
+            import fsspec  # type: ignore[import-untyped]  # noqa: PLC0415 - an extra
+        except ImportError:
+            raise UnavailableError(f"{url}: needs fsspec; pip install fsspec") from None
+        try:
+            self._fs, root = fsspec.core.url_to_fs(url)
+        except (ImportError, ValueError) as error:
+            raise UnavailableError(f"{url}: {error}") from None
+        self._root = root.rstrip("/")
+        self._fs.invalidate_cache()  # what other processes wrote
+
+    def content(self, name: str, most: int | None = None) -> bytes | None:
+        """Return the first bytes of an object; None if there is none. Asks the server."""
+        path, end = f"{self._root}/{name}", {} if most is None else {"start": 0, "end": most}
+        with remote_errors(f"reading {self.location}/{name}"):
+            try:
+                content: bytes = self._fs.cat_file(path, **end)
+            except FileNotFoundError:
+                return None
+            except OSError:
+                if not end or self._fs.info(path)["size"]:
+                    raise
+                return b""  # which has no range
+        return content
+
+    def head(self) -> Head | None:
+        """Return the first line of the manifest; None if there is none of ours."""
+        first = self.content(MANIFEST, _manifest.HEAD_BYTES)
+        with suppress(CorruptionError):
+            return None if first is None else _manifest.head_of(first, self.location)
+        return None
+
+    def put(self, name: str, content: bytes) -> None:
+        """Write an object in one step."""
+        with remote_errors(f"writing {self.location}/{name}"):
+            self._fs.pipe_file(f"{self._root}/{name}", content)
+
+    def names(self, kinds: Collection[str] = ("file", "directory")) -> list[str]:
+        """Return the names directly inside the folder, as the server has them now."""
+        with remote_errors(f"listing {self.location}"):
+            self._fs.invalidate_cache()
+            try:
+                entries = self._fs.ls(self._root, detail=True)
+            except FileNotFoundError:
+                return []
+        found = [(one["name"].rstrip("/"), one) for one in entries if one["type"] in kinds]
+        # The folder itself may be listed too, where an empty object marks it.
+        return [
+            name.rpartition("/")[2] for name, one in found if name != self._root or one.get("size")
+        ]
+
+    def folders(self) -> list[_Store]:
+        return [_Store(f"{self.location}/{name}") for name in sorted(self.names(["directory"]))]
+
+    def remove(self, names: Collection[str]) -> None:
+        """Remove objects, the marker last, and the folder if it is empty then."""
+
+        def remove_object(name: str) -> None:
+            with suppress(FileNotFoundError):
+                self._fs.rm_file(f"{self._root}/{name}")
+
+        with remote_errors(f"removing objects of {self.location}"):
+            with ThreadPoolExecutor(_REQUESTS, "torchrelay-checkpoint") as pool:
+                list(pool.map(remove_object, [name for name in names if name != _MARKER]))
+            if _MARKER in names:
+                remove_object(_MARKER)
+            with suppress(OSError, NotImplementedError):  # not empty, or the store has no folders
+                self._fs.rmdir(self._root)
+
+
+class RemoteFolder(_Store):
     """Reads byte ranges of objects."""
 
     request_bytes = 16 << 20  # a request takes long
@@ -71,14 +135,12 @@ class RemoteFolder:
     identity = ""  # each rank transfers what it reads
 
     def __init__(self, url: str) -> None:
-        self.location = url.rstrip("/")
-        self._fs, self._root = open_url(url)
-        self._fs.invalidate_cache()  # what other processes wrote
+        super().__init__(url)
         self._was_read = False
 
     @property
     def removed(self) -> bool:
-        return self._was_read and _content(self._fs, f"{self._root}/{MANIFEST}", 1) is None
+        return self._was_read and self.content(MANIFEST, 1) is None
 
     @contextmanager
     def _errors(self, what: str) -> Iterator[None]:
@@ -148,27 +210,22 @@ class _RemoteSink:
                 self._file.discard()
 
 
-class RemoteTransaction:
+class RemoteTransaction(_Store):
     """A save to an object store."""
 
     sequential = True
     max_file_bytes = 256 << 20  # files are uploaded side by side
-
-    def __init__(self, url: str) -> None:
-        self.location = url.rstrip("/")
-        self._fs, self._root = open_url(url)
-        self._id = ""
+    _id = ""
 
     def begin(self) -> str:
+        names = self.names()
+        self._check_target(names)
+        self.remove(names)
         with remote_errors(f"beginning to save {self.location}"):
-            self._fs.invalidate_cache()
-            names = _names(self._fs, self._root)
-            self._check_target(names)
-            _remove_objects(self._fs, self._root, names)
             self._fs.makedirs(self._root, exist_ok=True)
-            self._id = secrets.token_hex(8)
-            self._fs.pipe_file(f"{self._root}/{_MARKER}", self._id.encode())
-            return self._id
+        self._id = secrets.token_hex(8)
+        self.put(_MARKER, self._id.encode())
+        return self._id
 
     def _check_target(self, names: list[str]) -> None:
         """Check that there is nothing, or what an interrupted save has left.
@@ -176,7 +233,7 @@ class RemoteTransaction:
         Raises:
             StorageError: there is something else.
         """
-        if MANIFEST in names and _head(self._fs, self._root) is not None:
+        if MANIFEST in names and self.head() is not None:
             raise StorageError(
                 errno.EEXIST,
                 f"{self.location}: there is a checkpoint already, and an object store cannot "
@@ -191,6 +248,9 @@ class RemoteTransaction:
                 f"such as {min(foreign)!r}; they are left alone: save elsewhere",
             )
 
+    def is_marked(self, save_id: str) -> bool:
+        return self.content(_MARKER) == save_id.encode()
+
     def create(self, name: str) -> _RemoteSink:
         return _RemoteSink(self._fs, f"{self._root}/{name}", f"{self.location}/{name}")
 
@@ -201,27 +261,19 @@ class RemoteTransaction:
                 raise StorageError(
                     errno.EIO, f"{self.location}/{name}: not the {size_bytes} bytes written"
                 )
-        with remote_errors(f"committing {self.location}"):
-            if not self.is_marked(self._id):
-                self._id = ""
-                raise StorageError(
-                    errno.EBUSY, f"{self.location}: another save to this path has begun meanwhile"
-                )
-            self._fs.pipe_file(f"{self._root}/{MANIFEST}", manifest)
+        if not self.is_marked(self._id):
             self._id = ""
-            working = [name for name in _names(self._fs, self._root) if _is_working(name)]
-            _remove_objects(self._fs, self._root, working)
-
-    def is_marked(self, save_id: str) -> bool:
-        with remote_errors(f"reading {self.location}/{_MARKER}"):
-            return _content(self._fs, f"{self._root}/{_MARKER}") == save_id.encode()
+            raise StorageError(
+                errno.EBUSY, f"{self.location}: another save to this path has begun meanwhile"
+            )
+        self.put(MANIFEST, manifest)
+        self._id = ""
+        self.remove([name for name in self.names() if _is_working(name)])
 
     def discard(self) -> None:
         if self._id:
-            with remote_errors(f"discarding {self.location}"):
-                if self.is_marked(self._id):
-                    left = _of_a_save(_names(self._fs, self._root))
-                    _remove_objects(self._fs, self._root, left)
+            if self.is_marked(self._id):
+                self.remove(_of_a_save(self.names()))
             self._id = ""
 
     def hand_over(self) -> tuple[int, ...]:
@@ -234,42 +286,39 @@ class RemoteTransaction:
         self._id = save_id
 
     def open_note(self, name: str) -> Callable[[bytes], None]:
-        def finish(content: bytes) -> None:
-            with remote_errors(f"writing {self.location}/{name}"):
-                self._fs.pipe_file(f"{self._root}/{name}", content)
-
-        return finish
+        return partial(self.put, name)
 
     def read_note(self, name: str) -> bytes | None:
-        with remote_errors(f"reading {self.location}/{name}"):
-            return _content(self._fs, f"{self._root}/{name}")
+        return self.content(name)
 
     def under_way(self, save_id: str) -> bool:
         return self.is_marked(save_id) and self.committed_id() is None
 
     def committed_id(self) -> str | None:
-        with remote_errors(f"reading {self.location}/{MANIFEST}"):
-            head = _head(self._fs, self._root)
+        head = self.head()
         return head and head.id
 
 
 def heads(url: str) -> dict[str, Head]:
     """Return the first line of each manifest of ours directly inside ``url``, by URL."""
-    fs, root = open_url(url)
-    with remote_errors(f"listing {url}"):
-        fs.invalidate_cache()
-        names = _folders(fs, root)
-        with ThreadPoolExecutor(_REQUESTS, "torchrelay-checkpoint") as pool:
-            found = [*pool.map(lambda name: _head(fs, f"{root}/{name}"), names)]
-    paths = [f"{url.rstrip('/')}/{name}" for name in names]
-    return {path: head for path, head in zip(paths, found, strict=True) if head is not None}
+
+    def head_of(store: _Store) -> Head | None:
+        try:
+            return store.head()
+        except StorageError as error:
+            if isinstance(error.__cause__, PermissionError):
+                return None
+            raise
+
+    stores = _Store(url).folders()
+    with ThreadPoolExecutor(_REQUESTS, "torchrelay-checkpoint") as pool:
+        found = zip(stores, pool.map(head_of, stores), strict=True)
+        return {store.location: head for store, head in found if head is not None}
 
 
 def has_manifest(url: str) -> bool:
     """Return whether ``url`` is a checkpoint, and not a folder of them."""
-    fs, root = open_url(url)
-    with remote_errors(f"reading {url}"):
-        return _content(fs, f"{root}/{MANIFEST}", 1) is not None
+    return _Store(url).content(MANIFEST, 1) is not None
 
 
 def remove(url: str) -> None:
@@ -280,71 +329,20 @@ def remove(url: str) -> None:
         CorruptionError, UnsupportedError: it is not a checkpoint of ours.
         StorageError: it cannot be removed.
     """
-    files = _manifest.claims_of(RemoteFolder(url))
-    fs, root = open_url(url)
-    with remote_errors(f"removing {url}"):
-        # If this process is killed, the marker lets another one go on.
-        fs.pipe_file(f"{root}/{_MARKER}", _REMOVING)
-        fs.rm_file(f"{root}/{MANIFEST}")
-        names = _names(fs, root)
-        _remove_objects(fs, root, [name for name in names if name in files or _is_working(name)])
+    folder = RemoteFolder(url)
+    files = _manifest.claims_of(folder)
+    folder.put(_MARKER, _REMOVING)  # if this process is killed, another one goes on
+    folder.remove([MANIFEST])
+    folder.remove([name for name in folder.names() if name in files or _is_working(name)])
 
 
 def sweep(url: str) -> None:
     """Finish the removals in ``url`` whose processes were killed."""
-    fs, root = open_url(url)
-    with remote_errors(f"listing {url}"):
-        fs.invalidate_cache()
-        for name in _folders(fs, root):
-            folder = f"{root}/{name}"
-            if _content(fs, f"{folder}/{_MARKER}") == _REMOVING:
-                names = _names(fs, folder)
-                if MANIFEST not in names:
-                    _remove_objects(fs, folder, _of_a_save(names))
-
-
-def _content(fs: Any, path: str, most: int | None = None) -> bytes | None:
-    """Return the first bytes of an object; None if there is none. Asks the server."""
-    end = {} if most is None else {"start": 0, "end": most}
-    try:
-        content: bytes = fs.cat_file(path, **end)
-    except FileNotFoundError:
-        return None
-    except OSError:
-        if not end or fs.info(path)["size"]:
-            raise
-        return b""  # which has no range
-    return content
-
-
-def _head(fs: Any, root: str) -> Head | None:
-    """Return the first line of the manifest in a folder; None if there is none of ours."""
-    path = f"{root}/{MANIFEST}"
-    with suppress(CorruptionError, PermissionError):
-        first = _content(fs, path, _manifest.HEAD_BYTES)
-        return None if first is None else _manifest.head_of(first, path)
-    return None
-
-
-def _names(fs: Any, root: str) -> list[str]:
-    """Return the names directly inside a folder."""
-    return [name for name, _ in _entries(fs, root)]
-
-
-def _folders(fs: Any, root: str) -> list[str]:
-    return sorted(name for name, kind in _entries(fs, root) if kind == "directory")
-
-
-def _entries(fs: Any, root: str) -> list[tuple[str, str]]:
-    """Return the name and type of each entry of a folder, as the server has them now."""
-    fs.invalidate_cache()
-    try:
-        entries = fs.ls(root, detail=True)
-    except FileNotFoundError:
-        return []
-    found = [(entry["name"].rstrip("/"), entry["type"], entry.get("size")) for entry in entries]
-    # The folder itself may be listed too, where an empty object marks it.
-    return [(name.rpartition("/")[2], kind) for name, kind, size in found if name != root or size]
+    for store in _Store(url).folders():
+        if store.content(_MARKER) == _REMOVING:
+            names = store.names()
+            if MANIFEST not in names:
+                store.remove(_of_a_save(names))
 
 
 def _is_working(name: str) -> bool:
@@ -355,18 +353,3 @@ def _is_working(name: str) -> bool:
 def _of_a_save(names: list[str]) -> list[str]:
     """Return the names that a save uses before its commit."""
     return [name for name in names if DATA_NAME.fullmatch(name) or _is_working(name)]
-
-
-def _remove_objects(fs: Any, root: str, names: list[str]) -> None:
-    """Remove objects, the marker last, and their folder if it is empty then."""
-
-    def remove_object(name: str) -> None:
-        with suppress(FileNotFoundError):
-            fs.rm_file(f"{root}/{name}")
-
-    with ThreadPoolExecutor(_REQUESTS, "torchrelay-checkpoint") as pool:
-        list(pool.map(remove_object, [name for name in names if name != _MARKER]))
-    if _MARKER in names:
-        remove_object(_MARKER)
-    with suppress(OSError, NotImplementedError):  # not empty, or the store has no folders
-        fs.rmdir(root)

@@ -157,7 +157,6 @@ class _Writer:
         self.helper: HelperProcess | None = None
         self.staging = Staging()
         self.last: SaveHandle | None = None
-        self._current: SaveHandle | None = None  # whose result has not arrived
         self._lock = threading.Lock()
         self._plan: Plan | None = None
         self._is_sent = False  # whether the process has the plan
@@ -195,7 +194,7 @@ class _Writer:
             job = replace(job, plan=self._plan)
         if self.staging.is_new:
             job, fds = replace(job, new_staging=True), (self.staging.fd, *fds)
-        self.last = self._current = handle
+        self.last = handle
         self._is_sent, self.staging.is_new = True, False
         with suppress(PeerLostError):  # it has died: poll() finds its end closed
             self.helper.channel.send(job, fds)
@@ -208,7 +207,7 @@ class _Writer:
                 "wait for it"
             )
         with self._lock:
-            if handle is not self._current or self.helper is None:
+            if handle._done or self.helper is None:
                 return True
             try:
                 received = self.helper.channel.receive(timeout_s)
@@ -224,7 +223,6 @@ class _Writer:
                     return False
                 failure, _ = received
                 error = None if failure is None else from_json(failure)
-            self._current = None
             handle._settle(error)
             return True
 

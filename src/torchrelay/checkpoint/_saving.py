@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from torchrelay._progress import no_progress
 from torchrelay.checkpoint import _manifest
 from torchrelay.checkpoint._boxes import tiling_fault
 from torchrelay.checkpoint._catalog import check_keep, open_transaction, retain
@@ -68,7 +69,7 @@ class Saving:
         rank: int,
         chunks: Sequence[PlannedChunk],
         data: Sequence[Data],
-        progress: Callable[[int], None] | None = None,
+        progress: Callable[[int], None] = no_progress,
     ) -> Part:
         """Write this rank's part: chunks and the data of each. Blocks until it is durable.
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from torchrelay import _native
+from torchrelay._progress import no_progress
 from torchrelay.checkpoint._data_file import PADDING, lay_out
 from torchrelay.checkpoint._manifest import chunk_text
 from torchrelay.checkpoint._storage import Sink, Transaction
@@ -113,7 +114,7 @@ def write_part(
     chunks: Sequence[PlannedChunk],
     data: Sequence[Data],
     options: SaveOptions,
-    progress: Progress | None = None,
+    progress: Progress = no_progress,
 ) -> Part:
     """Write ``chunks``, each with its ``data``, into new files. Returns when they are durable.
 
@@ -185,12 +186,12 @@ class _FileWriter:
         self._checksums: dict[int, bytes | bytearray] = {}
         self._sink: Sink | None = None
 
-    def start(self, progress: Progress | None) -> list[Task]:
+    def start(self, progress: Progress) -> list[Task]:
         """Return what writes the file; all of it must be done before :meth:`finish`."""
         tasks = self._tasks(progress)
         return [partial(_run_in_order, tasks)] if self._transaction.sequential else [*tasks]
 
-    def _tasks(self, progress: Progress | None) -> Iterator[Task]:
+    def _tasks(self, progress: Progress) -> Iterator[Task]:
         """Create the file and yield what writes it, in its order: small chunks together, large ones
         in pieces.
         """
@@ -218,7 +219,7 @@ class _FileWriter:
         if together:
             yield partial(self._write_together, together, progress)
 
-    def _write_together(self, indices: list[int], progress: Progress | None) -> None:
+    def _write_together(self, indices: list[int], progress: Progress) -> None:
         """Write small chunks that follow one another, from a copy of them."""
         data = [self._data[index] for index in indices]
         sizes = np.array([self._chunks[index].size_bytes for index in indices], np.uint64)
@@ -234,10 +235,9 @@ class _FileWriter:
                 self._checksums[index] = found[4 * place : 4 * place + 4]
         assert self._sink is not None
         self._sink.write(int(first), memoryview(packed.data))
-        if progress is not None:
-            progress(int(sizes.sum()))
+        progress(int(sizes.sum()))
 
-    def _write_piece(self, index: int, first: int, end: int, progress: Progress | None) -> None:
+    def _write_piece(self, index: int, first: int, end: int, progress: Progress) -> None:
         data, start = self._data[index], int(self._layout.starts[index])
         view = memory_at(data + first, end - first) if isinstance(data, int) else data()
         if self._checksum:
@@ -246,8 +246,7 @@ class _FileWriter:
             self._checksums[index][place : place + len(found)] = found  # type: ignore[index]
         assert self._sink is not None
         self._sink.write(start + first, view.cast("B"))
-        if progress is not None:
-            progress(end - first)
+        progress(end - first)
 
     def finish(self) -> None:
         """Wait until the file is durable."""
