@@ -31,8 +31,8 @@ class _Slot:
 
     size_bytes: int
     absent: torch.UntypedStorage  # without memory behind it
-    tensors: list[tuple[torch.Tensor, TensorSpec]] = field(default_factory=list)
-    absent_views: list[torch.Tensor] = field(default_factory=list)
+    # With each tensor, the view that it is of the absent storage.
+    tensors: list[tuple[torch.Tensor, TensorSpec, torch.Tensor]] = field(default_factory=list)
     memory: torch.UntypedStorage | None = None
     address: int = 0  # of `memory`
 
@@ -73,8 +73,7 @@ class Binding:
             tensor.data = _view(slot.absent, spec)
             for path in spec.paths:
                 _replace(module, path, tensor)
-            slot.tensors.append((tensor, spec))
-            slot.absent_views.append(_view(slot.absent, spec))
+            slot.tensors.append((tensor, spec, _view(slot.absent, spec)))
 
     def addresses(self) -> list[int]:
         """Return where each storage is bound; 0 for those that are absent or empty."""
@@ -86,7 +85,7 @@ class Binding:
         if slot.address == address or not slot.size_bytes:
             return
         memory = _torch.storage_at(address, slot.size_bytes, self._device)
-        for tensor, spec in slot.tensors:
+        for tensor, spec, _ in slot.tensors:
             tensor.data = _view(memory, spec)
         self._leave(slot)
         slot.memory, slot.address = memory, address
@@ -94,7 +93,7 @@ class Binding:
     def unbind(self, storage: int) -> None:
         """Make the storage absent."""
         slot = self._slots[storage]
-        for (tensor, _), view in zip(slot.tensors, slot.absent_views, strict=True):
+        for tensor, _, view in slot.tensors:
             tensor.data = view
         self._leave(slot)
 

@@ -29,7 +29,11 @@ class SharedCache(Resource):
     """
 
     def __init__(self, memory: DeviceMemory) -> None:
-        self._memory = memory
+        self.size_bytes = memory.size_bytes
+        self.device = memory.device
+        #: Whether the cache is read-only in this process; a write to it crashes the process.
+        self.read_only = memory.read_only
+        self._memory: DeviceMemory | None = memory
         self._regions: list[Region] = []
 
     @classmethod
@@ -96,19 +100,6 @@ class SharedCache(Resource):
         return cls(CudaMemory.open(descriptor, size_bytes, device, read_only=read_only))
 
     @property
-    def size_bytes(self) -> int:
-        return self._memory.size_bytes
-
-    @property
-    def device(self) -> torch.device:
-        return self._memory.device
-
-    @property
-    def read_only(self) -> bool:
-        """Whether the cache is read-only in this process; a write to it crashes the process."""
-        return self._memory.read_only
-
-    @property
     def regions(self) -> tuple[Region, ...]:
         return tuple(self._regions)
 
@@ -119,7 +110,7 @@ class SharedCache(Resource):
 
     def export(self, *, read_only: bool = False) -> int:
         """Return a new descriptor of the memory, for a child process; the caller closes it."""
-        return self._memory.export(read_only=read_only or self.read_only)
+        return self._mapped().export(read_only=read_only or self.read_only)
 
     def send(
         self, address: str | Path, *, read_only: bool = False, timeout_s: float = 60.0
@@ -161,14 +152,14 @@ class SharedCache(Resource):
                 f"a {dtype} tensor of shape {tuple(shape)} at offset {offset_bytes} does not fit "
                 f"a shared cache of {self.size_bytes} bytes"
             )
-        data = self._memory.tensor().narrow(0, offset_bytes, size_bytes)
+        data = self._mapped().tensor().narrow(0, offset_bytes, size_bytes)
         return data.view(dtype).view(tuple(shape))
 
     def nowhere(self) -> int:
         """Return the first of `size_bytes` addresses of this process without memory: whatever reads
         one fails.
         """
-        return self._memory.nowhere()
+        return self._mapped().nowhere()
 
     def insert_for_parameter(self, size_bytes: int = 1 << 30, offset_bytes: int = 0) -> Region:
         """Return a region of `size_bytes` from `offset_bytes` for parameters.
@@ -200,7 +191,12 @@ class SharedCache(Resource):
     def close(self) -> None:
         """Unmap the cache in this process once no tensor over it is left. Idempotent."""
         self.clear()
-        self._memory.close()
+        self._memory = None
+
+    def _mapped(self) -> DeviceMemory:
+        if self._memory is None:
+            raise ArgumentError("the shared cache is closed")
+        return self._memory
 
     def _insert(self, purpose: str, size_bytes: int, offset_bytes: int) -> Region:
         region = Region(self, purpose, size_bytes, offset_bytes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
+import contextlib
 import math
 import os
 import socket
@@ -34,22 +34,22 @@ def bind(host: str, port: int) -> socket.socket:
     Raises:
         UnavailableError: the address is in use, or is not one of this machine.
     """
-    try:
-        family, _, _, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        # asyncio disables Nagle's algorithm, which delays answers by 40 ms, only if this is named.
-        listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    except OSError as error:
-        raise UnavailableError(f"cannot serve on {host}, port {port}: {error}") from error
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-    except OSError as error:
-        listener.close()
-        raise UnavailableError(
-            f"cannot serve on {host}, port {port}: {error.strerror}; choose another with --port"
-        ) from error
+    with contextlib.ExitStack() as undo:
+        try:
+            family, _, _, _, address = socket.getaddrinfo(
+                host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )[0]
+            # asyncio disables Nagle's algorithm, which delays answers by 40 ms, only if this is
+            # named.
+            listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+            undo.enter_context(listener)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+        except OSError as error:
+            raise UnavailableError(
+                f"cannot serve on {host}, port {port}: {error}; choose another with --port"
+            ) from error
+        undo.pop_all()
     return listener
 
 
@@ -143,8 +143,11 @@ class Connection(HttpToolsProtocol):
             self._start_timer()
 
     def on_message_complete(self) -> None:
-        self._stop_timer()
         super().on_message_complete()
+        if self.is_idle:  # it was answered before all of it came
+            self._start_timer()
+        else:
+            self._stop_timer()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -167,11 +170,7 @@ class Connection(HttpToolsProtocol):
             self._timer = None
 
     def _give_up(self) -> None:
-        if not self.is_idle and not self.cycle.response_started:
-            error = f"the body did not arrive: it may take {REQUEST_TIMEOUT_S:g} s"
-            body = json.dumps({"error": error, "type": "OperationTimeoutError"})
-            self.transport.write(
-                b"HTTP/1.1 408 Request Timeout\r\nContent-Type: application/json\r\n"
-                b"Connection: close\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body.encode())
-            )
-        self.transport.close()
+        if self.is_idle or self.cycle.response_started:
+            self.transport.abort()
+        else:
+            self.send_400_response(f"the body did not arrive within {REQUEST_TIMEOUT_S:g} s")

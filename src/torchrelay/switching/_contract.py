@@ -27,9 +27,8 @@ class DeviceMemory(Protocol):
     """A block of device memory that this process maps; other processes map it through
     :meth:`export`.
 
-    The memory lives until every process has closed its mapping and every exported descriptor is
-    closed, whatever kills them. Tensors keep this process's mapping alive: :meth:`close` ends it
-    once they are gone.
+    The memory lives until every process has dropped its object and every exported descriptor is
+    closed, whatever kills them. Tensors keep this process's mapping alive.
     """
 
     @property
@@ -57,9 +56,6 @@ class DeviceMemory(Protocol):
 
         They stay reserved until this process ends.
         """
-
-    def close(self) -> None:
-        """Unmap the memory in this process. Idempotent."""
 
 
 @dataclass(frozen=True)

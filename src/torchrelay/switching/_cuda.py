@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from torchrelay import _torch
-from torchrelay.errors import ArgumentError, SegmentError, UnavailableError
+from torchrelay.errors import SegmentError, UnavailableError
 from torchrelay.switching._contract import Copy, align
 
 __all__ = ["CudaLink", "CudaMemory", "load_driver"]
@@ -58,13 +58,12 @@ class CudaMemory:
         self._driver = driver
         self._handle = handle
         try:
-            mapping = _Mapping(driver, handle, size_bytes, device, read_only=read_only)
+            self._mapping = _Mapping(driver, handle, size_bytes, device, read_only=read_only)
         except BaseException:
             _call(driver, "cuMemRelease", handle)
             raise
-        self._mapping: _Mapping | None = mapping
-        self._release = weakref.finalize(self, _call, driver, "cuMemRelease", handle)
-        self._release.atexit = False  # the process's end frees everything
+        release = weakref.finalize(self, _call, driver, "cuMemRelease", handle)
+        release.atexit = False  # the process's end frees everything
 
     @classmethod
     def allocate(cls, size_bytes: int, device: torch.device) -> CudaMemory:
@@ -98,16 +97,12 @@ class CudaMemory:
         return cls(driver, handle, size_bytes, device, read_only=read_only)
 
     def tensor(self) -> torch.Tensor:
-        if self._mapping is None:
-            raise ArgumentError("the shared cache is closed")
         return _torch.tensor_at(self._mapping.address, self.size_bytes, self.device, self._mapping)
 
     def export(self, *, read_only: bool = False) -> int:
         """Return a new descriptor. CUDA enforces `read_only` at the mapping, not at the
         descriptor.
         """
-        if self._mapping is None:
-            raise ArgumentError("the shared cache is closed")
         descriptor: int = _call(
             self._driver, "cuMemExportToShareableHandle", self._handle, _posix(self._driver), 0
         )
@@ -116,10 +111,6 @@ class CudaMemory:
 
     def nowhere(self) -> int:
         return int(_call(self._driver, "cuMemAddressReserve", self.size_bytes, 0, 0, 0))
-
-    def close(self) -> None:
-        self._mapping = None
-        self._release()
 
 
 class _Mapping:

@@ -102,7 +102,6 @@ def _listening(path: Path) -> Iterator[socket.socket]:
             # The mode of a socket file follows the umask; no process can connect before listen().
             listener.bind(str(path))
             path.chmod(0o600)
-            inode = path.stat().st_ino
             listener.listen(8)
         except OSError as error:
             raise ArgumentError(
@@ -111,9 +110,7 @@ def _listening(path: Path) -> Iterator[socket.socket]:
         try:
             yield listener
         finally:
-            with contextlib.suppress(OSError):
-                if path.stat().st_ino == inode:
-                    path.unlink()
+            path.unlink(missing_ok=True)
 
 
 def _remove_stale(path: Path) -> None:

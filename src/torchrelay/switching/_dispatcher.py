@@ -214,19 +214,18 @@ class Dispatcher:
         worker.expect_answer(self.options.run_timeout_s)
         if worker.loaded.get(request.model) != served.key:
             self.catalog.send_build(worker, served)
-        buffer, descriptors = worker.buffers.announce()
         message = _messages.Run(
             request.request_id,
             request.model,
             pinned.offsets,
             pinned.missing,
             whole=served.runs_whole,
-            buffer=buffer,
+            buffer=worker.buffers.index,
             inputs=worker.buffers.current.write(request.inputs, 0),
             outputs_at=sum(align(tensor.nbytes) for tensor in request.inputs.values()),
             is_profile=request.is_profile,
         )
-        worker.send(message, descriptors)
+        worker.send(message)
 
     def _ended(self) -> _Run:
         run, self._run = self._run, None

@@ -33,9 +33,7 @@ _log = logging.getLogger("torchrelay.switching")
 
 PROGRAM = HelperProcess.command("torchrelay.switching._worker")
 _FAILED_STARTS = 3  # in a row, from which on requests fail instead of waiting
-_BACKOFF_S = 0.5  # before the first retry; doubled for each further one
-_MAX_BACKOFF_S = 30.0
-_MAX_COUNTED = 100  # failures in a row that are counted
+_RETRY_S = 2.0
 
 
 class WorkerProcess:
@@ -53,7 +51,7 @@ class WorkerProcess:
         try:
             self.process = HelperProcess(
                 [*PROGRAM, described, str(options.threads), str(options.workers)],
-                [arena, self.buffers.current.descriptor],
+                [arena, *(buffer.descriptor for buffer in self.buffers.all)],
             )
         finally:
             os.close(arena)
@@ -140,7 +138,7 @@ class Fleet:
             return None
         return UnavailableError(
             f"the last {self._failed_starts} workers did not start ({self._problem}); their output "
-            f"says why. The next start is tried within {_MAX_BACKOFF_S:g} s"
+            f"says why. The next start is tried within {_RETRY_S:g} s"
         )
 
     def idle(self, model: str) -> WorkerProcess | None:
@@ -254,7 +252,6 @@ class Fleet:
             event()
 
     def _start_failed(self, reason: str) -> None:
-        wait_s = min(_BACKOFF_S * 2**self._failed_starts, _MAX_BACKOFF_S)
-        self._failed_starts = min(self._failed_starts + 1, _MAX_COUNTED)
-        self._next_start, self._problem = time.monotonic() + wait_s, reason
-        _log.warning("a worker did not start: %s; the next try is in %g s", reason, wait_s)
+        self._failed_starts += 1
+        self._next_start, self._problem = time.monotonic() + _RETRY_S, reason
+        _log.warning("a worker did not start: %s; the next try is in %g s", reason, _RETRY_S)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 
 from torchrelay.buffers import Segment
-from torchrelay.errors import ArgumentError, SegmentError
+from torchrelay.errors import SegmentError
 from torchrelay.switching._contract import Copy
 
 __all__ = ["HostLink", "HostMemory"]
@@ -25,7 +25,7 @@ class HostMemory:
     device = torch.device("cpu")
 
     def __init__(self, segment: Segment, *, read_only: bool) -> None:
-        self._segment: Segment | None = segment
+        self._segment = segment
         self.read_only = read_only
         self.size_bytes = segment.size_bytes
 
@@ -50,13 +50,12 @@ class HostMemory:
         return cls(Segment.from_fd(descriptor, read_only=read_only), read_only=read_only)
 
     def tensor(self) -> torch.Tensor:
-        segment = self._open_segment()
-        return segment.tensor((segment.size_bytes,), torch.uint8)
+        return self._segment.tensor((self.size_bytes,), torch.uint8)
 
     def export(self, *, read_only: bool = False) -> int:
         # A descriptor opened for reading cannot be mapped writable: the kernel enforces it.
         flags = (os.O_RDONLY if read_only else os.O_RDWR) | os.O_CLOEXEC
-        return os.open(f"/proc/self/fd/{self._open_segment().fd}", flags)
+        return os.open(f"/proc/self/fd/{self._segment.fd}", flags)
 
     def nowhere(self) -> int:
         libc = ctypes.CDLL(None, use_errno=True)
@@ -66,14 +65,6 @@ class HostMemory:
         if address == ctypes.c_void_p(-1).value:
             raise SegmentError(f"cannot reserve addresses: {os.strerror(ctypes.get_errno())}")
         return int(address)
-
-    def close(self) -> None:
-        self._segment = None
-
-    def _open_segment(self) -> Segment:
-        if self._segment is None:
-            raise ArgumentError("the shared cache is closed")
-        return self._segment
 
 
 class HostLink:

@@ -100,7 +100,7 @@ class Application:
         routes: list[tuple[str, str, Any]] = [
             ("POST", model + "/infer", self.infer),
             ("GET", "/", self.page),
-            ("GET", "/status.json", self.status),
+            ("GET", r"/status\.json", self.status),
             ("GET", "/metrics", self.metrics),
             ("GET", "/v2", self.server_metadata),
             ("GET", "/v2/health/live", self.live),

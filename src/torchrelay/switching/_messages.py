@@ -38,7 +38,7 @@ class Run(NamedTuple):
     offsets: tuple[int, ...]  # of the groups, in bytes
     missing: list[int]  # groups that have not arrived
     whole: bool  # start when all have
-    buffer: int  # the index of the request buffer; a descriptor comes along if it is new
+    buffer: int  # the index of the request buffer
     inputs: list[Written]
     outputs_at: int
     is_profile: bool

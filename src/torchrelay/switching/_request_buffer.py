@@ -8,11 +8,12 @@ import os
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 
 from torchrelay.buffers import Segment
-from torchrelay.errors import CapacityError, SegmentError
+from torchrelay.errors import CapacityError
 from torchrelay.switching._contract import ALIGNMENT_BYTES, align
 
 __all__ = ["BufferPool", "RequestBuffer", "Written"]
@@ -20,8 +21,9 @@ __all__ = ["BufferPool", "RequestBuffer", "Written"]
 _HEADER_BYTES = ALIGNMENT_BYTES
 # Copying less than this takes less time than lending it out and using another buffer.
 _LEND_BYTES = 256 << 10
-# Of one worker. The outputs are copied while replies that callers keep hold the other buffers.
-_MAX_BUFFERS = 4
+# Of one worker: a caller may keep a reply while the next one is computed, and that while a third
+# is. With more replies kept, outputs are copied.
+_BUFFERS = 3
 
 
 # Where a tensor lies in a buffer: its name, dtype, shape, and offset in bytes. A class, or torch's
@@ -110,17 +112,14 @@ class BufferPool:
     """The buffers of one worker, in the daemon: one in use, the others free or lent out."""
 
     def __init__(self, size_bytes: int) -> None:
-        self.current = RequestBuffer.create(size_bytes)
-        self._all = [self.current]
-        self._free: deque[RequestBuffer] = deque()  # callers' threads append
-        self._announced = 1  # the worker inherits the first
+        self.all = [RequestBuffer.create(size_bytes) for _ in range(_BUFFERS)]
+        self.current, *free = self.all
+        self._free = deque(free)  # callers' threads append
 
-    def announce(self) -> tuple[int, list[int]]:
-        """Return the current buffer's index, and its descriptor unless the worker knows it."""
-        index = self._all.index(self.current)
-        is_new = index >= self._announced
-        self._announced = max(self._announced, index + 1)
-        return index, [self.current.descriptor] if is_new else []
+    @property
+    def index(self) -> int:
+        """Which buffer is the current one."""
+        return self.all.index(self.current)
 
     def take(self, written: list[Written]) -> dict[str, torch.Tensor]:
         """Return the outputs in the current buffer; the next request may use another buffer.
@@ -128,23 +127,10 @@ class BufferPool:
         Large outputs are not copied: their buffer is used again when the caller has dropped them.
         """
         sizes = (math.prod(shape) * _dtype(dtype).itemsize for _, dtype, shape, _ in written)
-        is_large = sum(sizes) >= _LEND_BYTES
-        spare = self._spare() if is_large else None
-        if spare is None:
+        if sum(sizes) < _LEND_BYTES or not self._free:
             return self.current.read(written)
-        lent, self.current, free = self.current, spare, self._free
-        return lent.lend(written, lambda: free.append(lent))
-
-    def _spare(self) -> RequestBuffer | None:
-        if self._free:
-            return self._free.popleft()
-        if len(self._all) == _MAX_BUFFERS:
-            return None
-        try:
-            self._all.append(RequestBuffer.create(self.current.size_bytes))
-        except (OSError, SegmentError):  # no memory or descriptor is left: copy
-            return None
-        return self._all[-1]
+        lent, self.current = self.current, self._free.popleft()
+        return lent.lend(written, partial(self._free.append, lent))
 
 
 def _view_of(segment: Segment) -> memoryview[int]:

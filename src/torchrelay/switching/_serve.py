@@ -10,7 +10,6 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType
 
 import torch
 from rich.console import Console
@@ -78,22 +77,12 @@ def serve(file: ModelsFile, *, report: Callable[[str], None] = print) -> None:
         )
         gc.collect()
         gc.freeze()  # what is here stays: torch's objects would be searched again and again
-        with _signals(server.end):
-            switcher.run(server.serve(sockets=[listener])).result()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, server.end)
+        switcher.run(server.serve(sockets=[listener])).result()
         switcher.close(server.grace_left_s)
         if switcher.failure is not None:
             raise switcher.failure
-
-
-@contextlib.contextmanager
-def _signals(handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
-    """Handle SIGINT and SIGTERM by `handler` within the block."""
-    before = {one: signal.signal(one, handler) for one in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, was in before.items():
-            signal.signal(number, was)
 
 
 def print_table(file: ModelsFile, rounds: int) -> None:

@@ -1,6 +1,6 @@
 """The worker process: keeps modules ready, and runs one request at a time on read-only weights.
 
-Started by the daemon (:mod:`._process`). It ends when the daemon does.
+Started by the daemon (:mod:`._fleet`). It ends when the daemon does.
 """
 
 from __future__ import annotations
@@ -83,9 +83,9 @@ class _Loaded:
 class ModelRunner:
     """The state of a worker process."""
 
-    def __init__(self, channel: Channel, cache: SharedCache, buffer: RequestBuffer) -> None:
+    def __init__(self, channel: Channel, cache: SharedCache, buffers: list[RequestBuffer]) -> None:
         self._channel = channel
-        self._buffers = [buffer]
+        self._buffers = buffers
         self._arena = cache.tensor((cache.size_bytes,), torch.uint8)
         self._device = cache.device
         self._nowhere = cache.nowhere()
@@ -104,7 +104,7 @@ class ModelRunner:
                 self._load(message)
             elif isinstance(message, _messages.Run):
                 with self._reporting(message.request_id):
-                    self._run(message, descriptors)
+                    self._run(message)
             elif isinstance(message, _messages.Train):
                 with self._reporting(message.request_id):
                     _training.run(message, descriptors, self._channel, self._was_stopped)
@@ -145,8 +145,7 @@ class ModelRunner:
             error = _described(caught)
         self._channel.send(_messages.Built(name, load.version, error))
 
-    def _run(self, run: _messages.Run, descriptors: list[int]) -> None:
-        self._buffers += map(RequestBuffer.open, descriptors)
+    def _run(self, run: _messages.Run) -> None:
         buffer = self._buffers[run.buffer]
         buffer.started = run.request_id
         start = time.perf_counter()
@@ -296,7 +295,7 @@ def _prepare_cuda(device: torch.device, arena_bytes: int, workers: int) -> None:
 def main() -> None:
     """Run a worker over the descriptors inherited from the daemon."""
     described, *numbers = sys.argv[1:]
-    threads, workers, socket_fd, arena, requests = map(int, numbers)
+    threads, workers, socket_fd, arena, *requests = map(int, numbers)
     # The daemon may be killed while a request computes for long.
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     # Ctrl-C reaches the whole group; the daemon decides.
@@ -307,11 +306,11 @@ def main() -> None:
     try:
         cache = SharedCache.from_descriptor(json.loads(described), arena)
         os.close(arena)
-        buffer = RequestBuffer.open(requests)
+        buffers = [RequestBuffer.open(one) for one in requests]
         if cache.device.type == "cuda":
             _prepare_cuda(cache.device, cache.size_bytes, workers)
         prepare()
-        ModelRunner(channel, cache, buffer).run()
+        ModelRunner(channel, cache, buffers).run()
     except PeerLostError:
         sys.exit(0)  # the daemon has exited
 
