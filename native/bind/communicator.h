@@ -179,12 +179,14 @@ void register_collectives(nanobind::class_<Group>& type) {
   using namespace nanobind::literals;
   type.def(
           "all_reduce",
-          [](Group& self, Address data, std::size_t count, Dtype dtype, Op op, double timeout_s, bool block) {
+          [](Group& self, Address data, std::size_t count, Dtype dtype, Op op, double timeout_s, bool block,
+             Address source) {
             return self.run("all_reduce", timeout_s, block, [=](auto& group, const Operation& operation) {
-              all_reduce(group, operation, pointer(data), count, dtype, op);
+              all_reduce(group, operation, pointer(data), count, dtype, op, pointer(source));
             });
           },
-          "data"_a, "count"_a, "dtype"_a, "op"_a, "timeout_s"_a, "block"_a, Released())
+          "data"_a, "count"_a, "dtype"_a, "op"_a, "timeout_s"_a, "block"_a, "source"_a = 0, Released(),
+          "Reduces `count` elements of `source`, or of `data` where that is 0, into `data`.")
       .def(
           "reduce",
           [](Group& self, Address data, std::size_t count, Dtype dtype, Op op, int root, double timeout_s,

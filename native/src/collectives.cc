@@ -56,21 +56,22 @@ void require_blocks(const SharedGroup& group, const Operation& operation, std::s
 }
 
 // Everybody publishes everything, everybody reduces everything.
-void reduce_in_one_step(SharedGroup& group, const Operation& operation, const Call& call, std::byte* data,
-                        Reducer& reducer, std::size_t size) {
-  copy_bytes(group.next_slot(size), data, size);
+void reduce_in_one_step(SharedGroup& group, const Operation& operation, const Call& call,
+                        const std::byte* source, std::byte* data, Reducer& reducer, std::size_t size) {
+  copy_bytes(group.next_slot(size), source, size);
   group.synchronize(operation, call);
   if (call.root >= 0 && call.root != group.rank()) return;
   for (int r = 0; r < group.size(); ++r)
-    reducer.sources()[static_cast<std::size_t>(r)] = r == group.rank() ? data : group.slot(r);
+    reducer.sources()[static_cast<std::size_t>(r)] = r == group.rank() ? source : group.slot(r);
   reducer.run(data, nullptr, size);
 }
 
 // A message in blocks, each block in shares: rank r reduces share r of every block.
 class Pipeline {
  public:
-  Pipeline(SharedGroup& group, std::byte* data, std::size_t size)
+  Pipeline(SharedGroup& group, const std::byte* source, std::byte* data, std::size_t size)
       : group_(group),
+        source_(source),
         data_(data),
         size_(size),
         ranks_(static_cast<std::size_t>(group.size())),
@@ -84,7 +85,7 @@ class Pipeline {
     for (std::size_t r = 0; r < ranks_; ++r)
       if (r != mine()) {
         const Share share = share_of(block, r);
-        copy_bytes(slot + share.in_block, data_ + share.in_data, share.size);
+        copy_bytes(slot + share.in_block, source_ + share.in_data, share.size);
       }
   }
 
@@ -92,7 +93,7 @@ class Pipeline {
     const Share share = share_of(block, mine());
     for (std::size_t r = 0; r < ranks_; ++r)
       reducer.sources()[r] =
-          r == mine() ? data_ + share.in_data : group_.slot(static_cast<int>(r)) + share.in_block;
+          r == mine() ? source_ + share.in_data : group_.slot(static_cast<int>(r)) + share.in_block;
     reducer.run(keep ? data_ + share.in_data : nullptr, group_.next_result(share.size), share.size);
   }
 
@@ -122,16 +123,17 @@ class Pipeline {
   }
 
   SharedGroup& group_;
+  const std::byte* source_;
   std::byte* data_;
   std::size_t size_;
   std::size_t ranks_;
   std::size_t block_;
 };
 
-void reduce_in_blocks(SharedGroup& group, const Operation& operation, const Call& call, std::byte* data,
-                      Reducer& reducer, std::size_t size) {
+void reduce_in_blocks(SharedGroup& group, const Operation& operation, const Call& call,
+                      const std::byte* source, std::byte* data, Reducer& reducer, std::size_t size) {
   const bool keep = call.root < 0 || call.root == group.rank();
-  Pipeline pipeline(group, data, size);
+  Pipeline pipeline(group, source, data, size);
   const std::size_t blocks = pipeline.blocks();
   pipeline.copy_in(0);
   group.synchronize(operation, call);
@@ -144,15 +146,15 @@ void reduce_in_blocks(SharedGroup& group, const Operation& operation, const Call
   if (keep) pipeline.copy_out(blocks - 1);
 }
 
-void reduce_any(SharedGroup& group, const Operation& operation, const Call& call, std::byte* data,
-                Dtype dtype) {
+void reduce_any(SharedGroup& group, const Operation& operation, const Call& call, const std::byte* source,
+                std::byte* data, Dtype dtype) {
   Reducer reducer(group, dtype, call.op);
   const std::size_t size = call.count * size_bytes(dtype);
   const auto others = static_cast<std::size_t>(std::max(1, group.size() - 1));
   if (size * others <= group.shape().one_shot_bytes)
-    reduce_in_one_step(group, operation, call, data, reducer, size);
+    reduce_in_one_step(group, operation, call, source, data, reducer, size);
   else
-    reduce_in_blocks(group, operation, call, data, reducer, size);
+    reduce_in_blocks(group, operation, call, source, data, reducer, size);
 }
 
 std::vector<std::size_t> sizes(const std::vector<Block>& blocks) {
@@ -214,14 +216,15 @@ void exchange(SharedGroup& group, const Operation& operation, const Call& call,
 }  // namespace
 
 void all_reduce(SharedGroup& group, const Operation& operation, std::byte* data, std::size_t count,
-                Dtype dtype, Op op) {
-  reduce_any(group, operation, reduction_call(Kind::kAllReduce, count, dtype, op), data, dtype);
+                Dtype dtype, Op op, const std::byte* source) {
+  const Call call = reduction_call(Kind::kAllReduce, count, dtype, op);
+  reduce_any(group, operation, call, source == nullptr ? data : source, data, dtype);
 }
 
 void reduce(SharedGroup& group, const Operation& operation, std::byte* data, std::size_t count, Dtype dtype,
             Op op, int root) {
   group.require_rank(operation.name, root);
-  reduce_any(group, operation, reduction_call(Kind::kReduce, count, dtype, op, root), data, dtype);
+  reduce_any(group, operation, reduction_call(Kind::kReduce, count, dtype, op, root), data, data, dtype);
 }
 
 void reduce_scatter(SharedGroup& group, const Operation& operation, const std::vector<std::byte*>& inputs,

@@ -71,6 +71,13 @@ void check_all_reduce(SharedGroup& group, const Operation& op, std::uint32_t see
     for (int r = 0; r < group.size(); ++r) sum += value(seed, r, i);
     CHECK(data[i] == (has_result ? sum : value(seed, group.rank(), i)));
   }
+  if (root >= 0) return;
+  std::vector<std::int64_t> source(count), out(count, -1);
+  for (std::size_t i = 0; i < count; ++i) source[i] = value(seed, group.rank(), i);
+  const auto before = source;
+  all_reduce(group, op, bytes(out.data()), count, Dtype::kInt64, Op::kSum, bytes(source.data()));
+  CHECK(out == data);
+  CHECK(source == before);
 }
 
 void check_reduce_scatter(SharedGroup& group, const Operation& op, std::uint32_t seed, std::size_t count) {

@@ -211,7 +211,10 @@ class Communicator:
     @property
     def waiting_ns(self) -> int: ...
 
-    def all_reduce(self, data: int, count: int, dtype: Dtype, op: Op, timeout_s: float, block: bool) -> Ticket: ...
+    def all_reduce(self, data: int, count: int, dtype: Dtype, op: Op, timeout_s: float, block: bool, source: int = 0) -> Ticket:
+        """
+        Reduces `count` elements of `source`, or of `data` where that is 0, into `data`.
+        """
 
     def reduce(self, data: int, count: int, dtype: Dtype, op: Op, root: int, timeout_s: float, block: bool) -> Ticket: ...
 
@@ -771,7 +774,10 @@ class HostCommunicator:
     @property
     def waited_ns(self) -> int: ...
 
-    def all_reduce(self, data: int, count: int, dtype: Dtype, op: Op, timeout_s: float, block: bool) -> Ticket: ...
+    def all_reduce(self, data: int, count: int, dtype: Dtype, op: Op, timeout_s: float, block: bool, source: int = 0) -> Ticket:
+        """
+        Reduces `count` elements of `source`, or of `data` where that is 0, into `data`.
+        """
 
     def reduce(self, data: int, count: int, dtype: Dtype, op: Op, root: int, timeout_s: float, block: bool) -> Ticket: ...
 

@@ -24,11 +24,11 @@
 
 namespace torchrelay {
 
-// data: count elements, replaced by the result.
+// data: count elements, replaced by the result; those to reduce are in `source`, if that is not null.
 void all_reduce(SharedGroup& group, const Operation& operation, std::byte* data, std::size_t count,
-                Dtype dtype, Op op);
+                Dtype dtype, Op op, const std::byte* source = nullptr);
 
-// The same, but only the root's data is replaced.
+// As all_reduce in place, but only the root's data is replaced.
 void reduce(SharedGroup& group, const Operation& operation, std::byte* data, std::size_t count, Dtype dtype,
             Op op, int root);
 

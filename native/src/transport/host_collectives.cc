@@ -550,7 +550,8 @@ void HostGroup::require_whole() const {
 }
 
 void all_reduce(HostGroup& group, const Operation& operation, std::byte* data, std::size_t count, Dtype dtype,
-                Op op) {
+                Op op, const std::byte* source) {
+  if (source != nullptr && source != data && count != 0) std::memcpy(data, source, count * size_bytes(dtype));
   reduce_any(group, operation, data, count, dtype, op, -1, nullptr);
 }
 

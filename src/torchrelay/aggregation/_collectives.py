@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from torchrelay._torch import is_host_memory
 from torchrelay.aggregation import _calls as calls
 from torchrelay.aggregation._dtypes import NATIVE, as_native
 from torchrelay.aggregation._plane import ANY_RANK, Op, Plane, Tensors, Transfer
@@ -72,6 +73,17 @@ class Collectives:
         self.count += 1
         self.plane.all_reduce(tensor, Op.SUM, timeout_s, True)
         return _DONE
+
+    def sum_into(self, output: torch.Tensor, source: torch.Tensor) -> bool:
+        """Write the sum of all ranks' plain ``source`` to ``output``, blocking; return False, with
+        nothing done, for other tensors.
+        """
+        for one in (output, source):
+            if type(one) is not torch.Tensor or one.dtype not in NATIVE or not is_host_memory(one):
+                return False
+        self.count += 1
+        self.plane.sum_into(output, source, self.timeout_s)
+        return True
 
     def all_reduce(self, tensors: Tensors, opts: Any) -> dist.Work:
         op, given, _ = calls.reduction_of(opts)

@@ -241,6 +241,12 @@ class SmlGroup(_NamedGroup):
         """Sum a plain CPU tensor by the shortest path; return False for other tensors."""
         return self._has_cpu and self._on.sum_now(tensor) is not None
 
+    def sum_into(self, output: torch.Tensor, source: torch.Tensor) -> bool:
+        """Write the sum of all ranks' plain CPU ``source`` to ``output``, of its shape and dtype,
+        by the shortest path; return False for other tensors.
+        """
+        return self._has_cpu and self._on.sum_into(output, source)
+
     def row_gather(self, row: torch.Tensor, rows: torch.Tensor) -> Callable[[], None]:
         """Return a function that copies every rank's plain CPU ``row`` into ``rows``, blocking."""
         on, blocks = self._on, list(rows.view(self._size, -1))

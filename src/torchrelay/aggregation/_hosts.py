@@ -123,6 +123,13 @@ class HostsPlane(NativePlane):
             block,
         )
 
+    def sum_into(self, output: torch.Tensor, source: torch.Tensor, timeout_s: float) -> None:
+        if self._switch is None:
+            super().sum_into(output, source, timeout_s)
+        else:
+            output.copy_(source)
+            self.all_reduce(output, Op.SUM, timeout_s, True)
+
     # --- what a group says about itself, and its end
 
     def stats(self) -> PlaneStats:

@@ -82,6 +82,9 @@ class Plane(Protocol):
     def all_reduce(self, tensor: Tensor, op: Op, timeout_s: float, block: bool) -> Ticket | None:
         """Replace ``tensor`` by the reduction, on every rank."""
 
+    def sum_into(self, output: Tensor, source: Tensor, timeout_s: float) -> None:
+        """Write the sum of all ranks' ``source`` to ``output``, which may be ``source``; blocks."""
+
     def reduce(
         self, tensor: Tensor, op: Op, root: int, timeout_s: float, block: bool
     ) -> Ticket | None:

@@ -31,6 +31,13 @@ class NativePlane:
             tensor.data_ptr(), tensor.numel(), NATIVE[tensor.dtype], op, timeout_s, block
         )
 
+    def sum_into(self, output: Tensor, source: Tensor, timeout_s: float) -> None:
+        self._payload_bytes += output.nbytes
+        dtype, address = NATIVE[output.dtype], source.data_ptr()
+        self.native.all_reduce(
+            output.data_ptr(), output.numel(), dtype, Op.SUM, timeout_s, True, address
+        )
+
     def reduce(
         self, tensor: Tensor, op: Op, root: int, timeout_s: float, block: bool
     ) -> Ticket | None:

@@ -63,6 +63,21 @@ def test_views(world: World, name: str) -> None:
 
 
 @pytest.mark.processes(3, together=True)
+@pytest.mark.parametrize("size", [1, 1_000, 700_000])
+def test_a_sum_into_another_tensor(world: World, size: int) -> None:
+    with groups(world):
+        group = dist.group.WORLD
+        inputs = [make(r, size, torch.float32) for r in range(world.size)]
+        source, output = inputs[world.rank].clone(), torch.empty(size)
+        assert group.sum_into(output, source)
+        check(output, expected(ReduceOp.SUM, inputs), size)
+        assert torch.equal(source, inputs[world.rank])
+        assert group.sum_into(source, source)
+        assert torch.equal(source, output)
+        assert size == 1 or not group.sum_into(output, torch.zeros(size, 2)[:, 0])
+
+
+@pytest.mark.processes(3, together=True)
 def test_odd_tensors(world: World) -> None:
     with groups(world):
         zero_dim = torch.tensor(float(world.rank))

@@ -82,7 +82,7 @@ struct NetworkSum {
 
 // As in collectives.h.
 void all_reduce(HostGroup& group, const Operation& operation, std::byte* data, std::size_t count, Dtype dtype,
-                Op op);
+                Op op, const std::byte* source = nullptr);
 void all_reduce(HostGroup& group, const Operation& operation, std::byte* data, std::size_t count, Dtype dtype,
                 Op op, const NetworkSum& network);
 void reduce(HostGroup& group, const Operation& operation, std::byte* data, std::size_t count, Dtype dtype,
