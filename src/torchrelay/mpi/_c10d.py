@@ -362,16 +362,16 @@ class C10dTransport:
             return self._gather_rows(
                 source, arrived, lambda rows: result.detach().view(-1).copy_(_fold(rows, op))
             )
-        if result is not source:
-            total.copy_(ours)
         direct = self._direct(arrived) if op is Op.SUM and total.is_cpu else None
         if direct is not None:
 
             def reduce() -> None:
-                if not direct.sum_now(total):  # it is not contiguous, for example
-                    direct.allreduce([total]).wait()
+                if not direct.sum_into(total, ours):  # one is not contiguous, for example
+                    direct.allreduce([total.copy_(ours)]).wait()
 
             return [_Blocking(reduce)]
+        if result is not source:
+            total.copy_(ours)
         options = _options(dist.AllreduceOptions, arrived)
         options.reduceOp = _OPS[op]
         return self._start(lambda backend: backend.allreduce([total], options), total)
