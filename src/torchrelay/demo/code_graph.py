@@ -173,12 +173,15 @@ class _Module:
     def __init__(self, name: str, package: str, modules: Collection[str], tree: ast.Module) -> None:
         self.name, self.package, self.modules = name, package, modules
         self._imports = [
-            node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)
+            bound
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Import | ast.ImportFrom)
+            for bound in self._aliases(node)
         ]
         self._defined = _definitions(tree)
         # Imported and defined names of the module's scope, and what they stand for:
         # {"join": "os.path.join"}.
-        self._known = dict(pair for node in self._imports for pair in self._bound_names(node))
+        self._known = {local: entity for local, entity, _ in self._imports}
         self._known |= {local: f"{name}.{local}" for local in self._defined}
         # Variables of the module's scope: {"FLAGS": "json.decoder.FLAGS"}.
         self._variables = {
@@ -191,8 +194,7 @@ class _Module:
 
     def facts(self) -> Iterator[tuple[str, str, str | None]]:
         """Yield all facts; those whose object is unknown or empty are none."""
-        for node in self._imports:
-            yield from ((self.name, "imports", module) for module in self._imported(node))
+        yield from ((self.name, "imports", module) for *_, module in self._imports)
         for local_name, definition in self._defined.items():
             name = f"{self.name}.{local_name}"
             yield self.name, "defines", name
@@ -209,26 +211,17 @@ class _Module:
         base = parts[: len(parts) - node.level + 1]
         return ".".join([*base, *([node.module] if node.module else [])])
 
-    def _bound_names(self, node: ast.Import | ast.ImportFrom) -> Iterator[tuple[str, str]]:
-        """Yield the names that an import binds, and their entities."""
+    def _aliases(self, node: ast.Import | ast.ImportFrom) -> Iterator[tuple[str, str, str]]:
+        """Yield each name that an import binds, its entity, and the module that the import runs."""
         for alias in node.names:
             if isinstance(node, ast.ImportFrom):
-                yield alias.asname or alias.name, f"{self._source(node)}.{alias.name}"
-            elif alias.asname:
-                yield alias.asname, alias.name
+                source = self._source(node)
+                entity = f"{source}.{alias.name}"
+                module = entity if entity in self.modules else source
+                yield alias.asname or alias.name, entity, module
             else:
                 top = alias.name.split(".")[0]
-                yield top, top
-
-    def _imported(self, node: ast.Import | ast.ImportFrom) -> Iterator[str]:
-        """Yield the modules that an import runs."""
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-            return
-        source = self._source(node)
-        for alias in node.names:
-            module = f"{source}.{alias.name}"
-            yield module if module in self.modules else source
+                yield alias.asname or top, alias.name if alias.asname else top, alias.name
 
     def _class_facts(self, name: str, node: ast.ClassDef) -> Iterator[tuple[str, str, str | None]]:
         functions = {item.name: item for item in node.body if isinstance(item, _Function)}
