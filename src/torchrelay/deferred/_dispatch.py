@@ -17,15 +17,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchrelay import _torch
-from torchrelay.deferred import _creation as creation
-from torchrelay.deferred import _session as sessions
-from torchrelay.deferred import _shapes as shapes
+from torchrelay.deferred import _recording as sessions
+from torchrelay.deferred import _results as made
 from torchrelay.deferred._graph import flat, map_tensors
 from torchrelay.deferred._operators import Operator, describe, trunc_normal
-from torchrelay.deferred._recording import record
-from torchrelay.deferred._session import FakeSession
+from torchrelay.deferred._recording import FakeSession, record
 from torchrelay.deferred._tensor import FakeTensor, fake_from_region
-from torchrelay.deferred._values import ahead, by_value, for_real, read_values, record_and_run
+from torchrelay.deferred._values import ahead, by_value, for_real, read_values
 from torchrelay.errors import DeferredError, UnsupportedError
 
 __all__ = ["enter"]
@@ -189,7 +187,7 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  
         and not (len(args) > 1 and isinstance(args[1], torch.Tensor))
     ):
         if args[0]._region.storage.deferred:
-            record_and_run(func, operator, args, kwargs, [args[0]], (args[0]._region,))
+            record(func, operator, args, kwargs, (args[0]._region,))
         return args[0]
     if operator.makes_one or operator.reads_number:
         result = ahead(func, operator, args, kwargs)
@@ -206,13 +204,13 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  
         and _torch.is_copying()
     ):
         return for_real(func, operator, args, kwargs)  # copies of real tensors are real
-    if operator.is_factory and func in creation.FACTORIES:
-        fake = creation.factory(func, operator, args, kwargs)
+    if operator.is_factory and func in made.FACTORIES:
+        fake = made.factory(func, operator, args, kwargs)
         if fake is not None:
             return fake
     if operator.composite:
         return func.decompose(*args, **kwargs)
-    fakes = shapes.fakes_in(*args, kwargs)
+    fakes = made.fakes_in(*args, kwargs)
     if any(fake._history.escaped is not None for fake in fakes):
         real = _through(func, operator, args, kwargs)
         if real is not NotImplemented:
@@ -221,12 +219,12 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  
     if operator.name in ("aten::lift_fresh", "aten::lift") and session is not None and not fakes:
         if session.is_over_memory(args[0]):
             return args[0]
-        return creation.constant_fake(args[0], session.deferred)
+        return made.constant_fake(args[0], session.deferred)
     if not fakes:
         device = kwargs.get("device") or torch.device("cpu")
         if session is None or not operator.is_factory or device.type == "meta":
             return for_real(func, operator, args, kwargs)
-        creation.check_device(device, session)
+        made.check_device(device, session)
     return _general(func, operator, args, kwargs, fakes)
 
 
@@ -236,8 +234,8 @@ def _through(func: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[
     Returns:
         ``NotImplemented`` if it only reads them, beside deferred ones, and must be recorded.
     """
-    written = shapes.written_by(operator, args, kwargs)
-    deferred = any(fake._history.escaped is None for fake in shapes.fakes_in((args, kwargs)))
+    written = made.written_by(operator, args, kwargs)
+    deferred = any(fake._history.escaped is None for fake in made.fakes_in((args, kwargs)))
     writes = [
         one for one in written if isinstance(one, FakeTensor) and one._history.escaped is not None
     ]
@@ -268,38 +266,38 @@ def _general(
     kwargs: dict[str, Any],
     fakes: list[FakeTensor],
 ) -> Any:
-    if operator.written and func in creation.SETS and isinstance(args[0], FakeTensor):
-        return creation.set_memory(func, *args)
+    if operator.written and func in made.SETS and isinstance(args[0], FakeTensor):
+        return made.set_memory(func, *args)
     _check_supported(func, operator, fakes)
     deferred = sessions.recording() is not None or any(
         fake._region.storage.deferred for fake in fakes
     )
-    written = shapes.written_by(operator, args, kwargs)
+    written = made.written_by(operator, args, kwargs)
     if operator.needs_values or not all(isinstance(tensor, FakeTensor) for tensor in written):
         return by_value(func, args, kwargs, fakes, deferred)
     try:
-        results = shapes.shapes_of(func, args, kwargs)
+        results = made.shapes_of(func, args, kwargs)
     except (NotImplementedError, RuntimeError) as error:
         if not _is_only_shapeless(operator, written, fakes, error):
             return by_value(func, args, kwargs, fakes, deferred)
         results = None  # in place: the shapes are those of the arguments
     if operator.changes_shape:
-        return creation.reshape_in_place(args[0], results)
+        return made.reshape_in_place(args[0], results)
     if operator.is_view:
-        return map_tensors(results, torch.Tensor, lambda result: creation.view_of(fakes[0], result))
+        return map_tensors(results, torch.Tensor, lambda result: made.view_of(fakes[0], result))
     created: list[Any] = []
     if operator.creates:
-        device = creation.device_of(func, args, kwargs)
+        device = made.device_of(func, args, kwargs)
         answer = map_tensors(
-            results, torch.Tensor, lambda result: creation.new_fake(result, device, deferred)
+            results, torch.Tensor, lambda result: made.new_fake(result, device, deferred)
         )
         created = [item if item is None else item._region for item in flat(answer)]
     else:
-        shapes.check_sizes(func, results, written)
-        answer = shapes.as_returned(func, written)
+        made.check_sizes(func, results, written)
+        answer = made.as_returned(func, written)
     if deferred:
         writes = tuple(fake._region for fake in written)
-        record_and_run(func, operator, args, kwargs, fakes, writes, tuple(created))
+        record(func, operator, args, kwargs, writes, tuple(created))
     return answer
 
 

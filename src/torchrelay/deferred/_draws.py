@@ -103,12 +103,7 @@ def _random(dtype: torch.dtype, args: tuple[Any, ...]) -> DrawRule:
     if len(args) <= 1:
         return DrawRule(2 if dtype in (torch.float64, torch.int64) else 1)
     low, high = (0, args[1]) if len(args) == 2 else (args[1], args[2])
-    return DrawRule(_words_between(low, high))
-
-
-def _words_between(low: int, high: int | None) -> int:
-    """Return the words that an integer from ``low`` to ``high`` takes."""
-    return 2 if high is None or high - low >= 1 << 32 else 1
+    return DrawRule(2 if high is None or high - low >= 1 << 32 else 1)
 
 
 # For each fill: its rule, and the arguments with which the rule is tried out; those of random_ are
@@ -179,31 +174,10 @@ def _holds(func: Any, dtype: torch.dtype, words: int, values: tuple[float, ...])
 
 def words_drawn(func: Any, region: Region, args: tuple[Any, ...]) -> int | None:
     """Return the words that ``func`` takes to fill ``region``; None: unknown before drawing."""
-    count = _COUNTS.get(func)
-    if count is not None:
-        return count(region, args)
     rule = rule_for(func, region.dtype, args)
     if rule is None or (rule.needs_contiguous and not region.is_contiguous):
         return None
     return rule.total(region.numel)
-
-
-def _of_permutation(region: Region, args: tuple[Any, ...]) -> int | None:
-    """Count the words of ``randperm``: small ones take one for each swap."""
-    return max(0, args[0] - 1) if args[0] < _RANDPERM_SMALL else None
-
-
-_RANDPERM_SMALL = (1 << 32) // 20
-
-# What no rule describes, because a part of it is not drawn by itself.
-_COUNTS: dict[Any, Callable[[Region, tuple[Any, ...]], int | None]] = {
-    aten.randperm.default: _of_permutation,
-    aten.randperm.generator: _of_permutation,
-    aten.randint.default: lambda region, args: region.numel * _words_between(0, args[0]),
-    aten.randint.generator: lambda region, args: region.numel * _words_between(0, args[0]),
-    aten.randint.low: lambda region, args: region.numel * _words_between(*args[:2]),
-    aten.randint.low_generator: lambda region, args: region.numel * _words_between(*args[:2]),
-}
 
 
 def fill_part(

@@ -8,10 +8,9 @@ from typing import ParamSpec, TypeVar
 import torch
 
 from torchrelay import _torch
-from torchrelay.deferred import _escapes
 from torchrelay.deferred._dispatch import enter
-from torchrelay.deferred._modules import own_tensors
-from torchrelay.deferred._session import FakeSession
+from torchrelay.deferred._modules import note_escapes, own_tensors
+from torchrelay.deferred._recording import FakeSession
 from torchrelay.deferred._tensor import FakeTensor, births
 from torchrelay.errors import ArgumentError
 
@@ -53,7 +52,7 @@ def deferred_init(fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
     try:
         with enter(session):
             result = fn(*args, **kwargs)
-        _escapes.note(births.lives, result)
+        note_escapes(births.lives, result)
     except BaseException:
         session.close(done=False)
         raise

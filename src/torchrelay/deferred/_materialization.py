@@ -11,9 +11,14 @@ import torch
 
 from torchrelay import _telemetry, _torch
 from torchrelay._progress import Progress, tracking
-from torchrelay.deferred import _escapes
 from torchrelay.deferred._graph import Storage
-from torchrelay.deferred._modules import PLAIN, children_first, fakes_inside, own_tensors
+from torchrelay.deferred._modules import (
+    PLAIN,
+    children_first,
+    fakes_inside,
+    find_escapes,
+    own_tensors,
+)
 from torchrelay.deferred._parts import part_of
 from torchrelay.deferred._replay import Replay
 from torchrelay.deferred._reversal import remember
@@ -32,8 +37,6 @@ __all__ = ["materialize_module", "materialize_tensor"]
 
 _log = logging.getLogger("torchrelay.deferred")
 
-Convert = Callable[[torch.Tensor], torch.Tensor]
-
 
 def materialize_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Compute the values of ``tensor`` and return it, the same object. Real tensors are unchanged.
@@ -47,12 +50,7 @@ def materialize_tensor(tensor: torch.Tensor) -> torch.Tensor:
     if not isinstance(tensor, torch.Tensor):
         raise ArgumentError(f"materialize_tensor() takes a tensor, not {type(tensor).__name__}.")
     if isinstance(tensor, FakeTensor):
-        _check_deferred(tensor)
-        history, region, replay = tensor._history, tensor._region, Replay()
-        is_first = history.is_unshared(replay.materialization)
-        _give(tensor, replay)
-        if is_first:
-            remember(tensor, region, history)
+        _Materialization(Replay()).tensor("", tensor)
     return tensor
 
 
@@ -62,18 +60,6 @@ def _check_deferred(fake: FakeTensor) -> None:
             "This fake tensor was made by fake_mode(), so nothing is known of its values: "
             f"{fake!r}. Only tensors made inside deferred_init() can be materialized."
         )
-
-
-def _give(fake: FakeTensor, replay: Replay, convert: Convert = lambda real: real) -> torch.Tensor:
-    """Return ``fake`` with all of its values, after ``convert``."""
-    history, region = fake._history, fake._region
-    with _torch.plain_torch():
-        memory = region.over(replay.storage(region.storage))
-        real = convert(memory)
-    become(fake, real)
-    if real is memory:
-        history.hand_out(fake, replay.materialization)
-    return fake
 
 
 def materialize_module(
@@ -119,7 +105,7 @@ def materialize_module(
     check_shard(shard)
     places = list(children_first(module, ""))
     replay = Replay(None if device is None else torch.device(device))
-    materialization = _Materialization(replay, device, dtype, shard, frozenset(leave_deferred))
+    materialization = _Materialization(replay, device, dtype, shard, leave_deferred)
     materialization.leave_uninitialized(places, uninitialized)
     sizes = _deferred_bytes(places) if progress else {}
     with (
@@ -129,7 +115,7 @@ def materialize_module(
         for prefix, submodule in places:
             if check_fn is None or check_fn(submodule):
                 materialization.run(submodule, prefix, buffers_only)
-            if advance is not None:
+            if progress:
                 advance(sizes[prefix])
     if check_fn is None and not buffers_only:
         _materialize_escaped()
@@ -149,29 +135,27 @@ def _deferred_bytes(places: Iterable[tuple[str, torch.nn.Module]]) -> dict[str, 
 
 def _materialize_escaped() -> None:
     """Materialise caches filled by deferred_init, so that later construction is not fake."""
-    cached, elsewhere = _escapes.found()
+    cached, elsewhere = find_escapes()
     for _, fake in cached:
-        _give(fake, Replay())
+        materialize_tensor(fake)
     if cached:
         _log.warning(
             "materialize_module: %d tensors that deferred_init has left outside the module are "
             "materialized, too: %s",
             len(cached),
-            _listed(cached),
+            _listed([f"{where} {tuple(fake.shape)}" for where, fake in cached]),
         )
     if elsewhere:
         _log.warning(
             "materialize_module: %d tensors that deferred_init has made are not in the module and "
-            "stay deferred; materialize_tensor() gives them their values. They are kept by: %s",
+            "stay deferred; materialize_tensor() gives them their values. Their shapes: %s",
             len(elsewhere),
-            _listed(elsewhere),
+            _listed([str(tuple(fake.shape)) for fake in elsewhere]),
         )
 
 
-def _listed(found: list[tuple[str, FakeTensor]]) -> str:
-    """Describe the first few with their owners and shapes."""
-    names = [f"{where} {tuple(fake.shape)}" for where, fake in found[:_MOST_LISTED]]
-    return ", ".join(names) + (", ..." if len(found) > _MOST_LISTED else "")
+def _listed(texts: list[str]) -> str:
+    return ", ".join(texts[:_MOST_LISTED]) + (", ..." if len(texts) > _MOST_LISTED else "")
 
 
 _MOST_LISTED = 10
@@ -183,13 +167,13 @@ class _Materialization:
     def __init__(
         self,
         replay: Replay,
-        device: Any,
-        dtype: torch.dtype | None,
-        shard: Any,
-        left: frozenset[str],
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        shard: Any = None,
+        left: Collection[str] = (),
     ) -> None:
         self._replay = replay
-        self._left = left
+        self._left = frozenset(left)
         self._device = device
         self._dtype = dtype
         self._shard = shard
@@ -224,15 +208,16 @@ class _Materialization:
 
     def run(self, module: torch.nn.Module, prefix: str, buffers_only: bool) -> None:
         for fake in () if buffers_only else _loose_fakes(module):
-            _give(fake, self._replay, self._convert)
+            self._give(fake)
         for registry in (
             (module._buffers,) if buffers_only else (module._parameters, module._buffers)
         ):
             for name, tensor in list(registry.items()):
                 if tensor is not None and prefix + name not in self._left:
-                    registry[name] = self._materialized(prefix + name, tensor)  # type: ignore[assignment]
+                    registry[name] = self.tensor(prefix + name, tensor)  # type: ignore[assignment]
 
-    def _materialized(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    def tensor(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Materialise one tensor; return it, or the DTensor that replaces it."""
         if id(tensor) in self._replaced:
             return self._replaced[id(tensor)][1]
         if not isinstance(tensor, FakeTensor):
@@ -279,14 +264,18 @@ class _Materialization:
         return new
 
     def _give(self, fake: FakeTensor) -> torch.Tensor:
-        if id(fake) not in self._blank:
-            return _give(fake, self._replay, self._convert)
-        storage = fake._region.storage
-        if storage not in self._memory:
+        history, region = fake._history, fake._region
+        storage, is_blank = region.storage, id(fake) in self._blank
+        if is_blank and storage not in self._memory:
             self._memory[storage] = self._replay.empty(storage)
         with _torch.plain_torch():
-            real = self._convert(fake._region.over(self._memory[storage]))
-        return become(fake, real)
+            values = self._memory[storage] if is_blank else self._replay.storage(storage)
+            memory = region.over(values)
+            real = self._convert(memory)
+        become(fake, real)
+        if real is memory and not is_blank:
+            history.hand_out(fake, self._replay.materialization)
+        return fake
 
     def _part_values(self, fake: FakeTensor, slices: Slices) -> torch.Tensor:
         region = sliced(fake, slices)

@@ -1,19 +1,27 @@
-"""The tensors of a module and its submodules, in the order of materialisation; fake tensors in
-other objects.
+"""The tensors of a module, in the order of materialisation; and fake tensors elsewhere.
+
+A table that a program computes once and keeps (``functools.lru_cache``, a global dict) would stay
+fake after deferred initialisation, and later construction with it would be fake, too.
+Materialisation searches once for the caches and globals that keep such tensors; those kept
+elsewhere, as by a closure, are only reported.
 """
 
 from __future__ import annotations
 
+import functools
 import gc
+import sys
 import types
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
-from torchrelay.deferred._tensor import FakeTensor
+from torchrelay.deferred._tensor import FakeTensor, Life
 
-__all__ = ["PLAIN", "children_first", "fakes_inside", "own_tensors"]
+__all__ = ["PLAIN", "children_first", "fakes_inside", "find_escapes", "note_escapes", "own_tensors"]
 
 # What most globals and attributes are, and no container.
 PLAIN = {
@@ -56,3 +64,90 @@ def children_first(module: torch.nn.Module, prefix: str) -> Iterator[tuple[str, 
         yield (f"{name}." if name else ""), one
 
     yield from walk(module)
+
+
+# Of tensors that are not in the result of their initialisation.
+_lives: list[weakref.ref[Life]] = []
+
+# How many containers deep a cache is looked into.
+_DEPTH = 3
+
+
+def note_escapes(lives: list[weakref.ref[Life]], result: Any) -> None:
+    """Register the lives of all fake tensors created for ``result`` that are not in it."""
+    alive = {id(life()): life for life in lives if life() is not None}
+    if isinstance(result, torch.nn.Module):  # in most cases, these are all
+        for module in result.modules():
+            for tensor in own_tensors(module).values():
+                alive.pop(id(getattr(tensor, "_life", None)), None)
+    if alive:
+        expected = {id(fake._life) for fake in _fakes_of(result)}
+        _lives.extend(life for key, life in alive.items() if key not in expected)
+
+
+def find_escapes() -> tuple[list[tuple[str, FakeTensor]], list[FakeTensor]]:
+    """Return each escaped tensor once: those in caches and globals with their owners, and those
+    that something else keeps.
+    """
+    lives = _lives[:]
+    _lives.clear()
+    if any(life() is not None for life in lives):
+        gc.collect()  # what only a cycle keeps is no one's
+    alive = _alive({id(life()) for life in lives if life() is not None})
+    cached: dict[int, tuple[str, FakeTensor]] = {}
+    wanted = {id(fake) for fake in alive if not isinstance(fake, torch.nn.Parameter)}
+    for where, value in _roots() if wanted else ():
+        for fake in fakes_inside(value, _DEPTH):
+            if id(fake) in wanted:
+                cached.setdefault(id(fake), (where, fake))
+    return list(cached.values()), [
+        fake for fake in alive if id(fake) not in cached and _is_kept(fake, alive)
+    ]
+
+
+def _alive(lives: set[int]) -> list[FakeTensor]:
+    """Return the fake tensors that have one of ``lives``, which are ids."""
+    return [one for one in gc.get_objects() if _is_left(one, lives)] if lives else []
+
+
+def _is_left(one: object, left: set[int]) -> bool:
+    kind = type(one)  # isinstance() would ask proxies, which may answer with code of their own
+    return issubclass(kind, FakeTensor) and id(one.__dict__.get("_life")) in left
+
+
+def _is_kept(fake: FakeTensor, ours: list[FakeTensor]) -> bool:
+    """Return whether something else than ``ours`` and running functions refers to ``fake``."""
+    running = (types.FrameType, types.GeneratorType)
+    return any(one is not ours and type(one) not in running for one in gc.get_referrers(fake))
+
+
+def _fakes_of(result: Any) -> Iterator[FakeTensor]:
+    leaves = tree_leaves(result)
+    for leaf in leaves[:]:
+        if not isinstance(leaf, (torch.nn.Module, torch.Tensor)):  # a trainer, a data class
+            leaves.extend(tree_leaves(getattr(leaf, "__dict__", None)))
+    for leaf in leaves:
+        if isinstance(leaf, torch.nn.Module):
+            for module in leaf.modules():
+                yield from fakes_inside(list(own_tensors(module).values()), _DEPTH)
+                yield from fakes_inside(dict(module.__dict__), _DEPTH)
+        else:
+            yield from fakes_inside(leaf, _DEPTH)
+
+
+def _roots() -> Iterator[tuple[str, Any]]:
+    """Yield what lives as long as the process: cached results, globals, class attributes."""
+    for one in gc.get_objects():
+        if type(one) is functools._lru_cache_wrapper:
+            name = f"functools.cache of {one.__module__}.{one.__qualname__}"
+            yield name, gc.get_referents(one)
+    for name, module in list(sys.modules.items()):
+        if type(module) is types.ModuleType and not name.startswith(
+            ("torch.", "torchrelay.deferred")
+        ):
+            for key, value in list(vars(module).items()):
+                if issubclass(type(value), type):
+                    if value.__module__ == name:
+                        yield f"{name}.{key}", dict(vars(value))
+                elif type(value) not in PLAIN:
+                    yield f"{name}.{key}", value

@@ -84,20 +84,10 @@ class Replay:
         """Whether memory is left from what the program has read."""
         return bool(self._kept)
 
-    def keep(self, node: Node, result: Any) -> None:
-        """Note that ``node`` has been run as soon as it was recorded, with ``result``."""
-        regions = list(node.writes)
-        if node.outputs:
-            for region, value in zip(node.outputs, flat(result), strict=True):
-                if region is not None and value is not None and value.shape == region.size:
-                    region.storage.history().cache_view(region, _laid_out(node, region, value))
-                    regions.append(region)
-        for region in regions:
-            region.storage.history().version = node.seq
-        self._kept.note([region.storage for region in regions])
-
-    def keep_one(self, node: Node, history: History, region: Region, result: torch.Tensor) -> None:
-        """Do the same as :meth:`keep` for a node whose one effect is ``region``, a new storage."""
+    def keep(self, node: Node, history: History, region: Region, result: torch.Tensor) -> None:
+        """Note that ``node``, whose one effect is ``region``, a new storage, has been run as soon
+        as it was recorded, with ``result``.
+        """
         history.cache_view(region, _laid_out(node, region, result))
         history.version = node.seq
         self._kept.note((region.storage,))

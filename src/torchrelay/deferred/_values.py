@@ -1,7 +1,8 @@
 """Execution on values: on real tensors, and on deferred ones whose values the program reads.
 
 A program that reads a value goes on to read what follows from it. A small operation takes less time
-than the schedule that would run it at the next read, so it is recorded and run at once.
+than the schedule that would run it at the next read, so one that makes a new tensor of known values
+is recorded and run at once.
 """
 
 from __future__ import annotations
@@ -11,18 +12,23 @@ from typing import Any, NamedTuple
 import torch
 
 from torchrelay import _torch
-from torchrelay.deferred import _session as sessions
-from torchrelay.deferred._creation import constant_fake, device_of, new_fake
+from torchrelay.deferred import _recording as sessions
 from torchrelay.deferred._graph import History, Node, Region, Storage, map_tensors
 from torchrelay.deferred._operators import Operator, describe
-from torchrelay.deferred._recording import record
+from torchrelay.deferred._recording import FakeSession
 from torchrelay.deferred._replay import Replay
-from torchrelay.deferred._session import FakeSession
-from torchrelay.deferred._shapes import as_returned, shapes_of, written_by
+from torchrelay.deferred._results import (
+    as_returned,
+    constant_fake,
+    device_of,
+    new_fake,
+    shapes_of,
+    written_by,
+)
 from torchrelay.deferred._tensor import FakeTensor, fake_from_region
 from torchrelay.errors import DeferredError
 
-__all__ = ["ahead", "by_value", "for_real", "read_values", "record_and_run"]
+__all__ = ["ahead", "by_value", "for_real", "read_values"]
 
 aten = torch.ops.aten
 
@@ -61,8 +67,7 @@ def _compute(
 ) -> Any:
     """Run and record ``func``, which makes one tensor, if it is small and its arguments are known.
 
-    :func:`record_and_run` does the same for any operation, in more steps: it looks at the arguments
-    for the shapes, the device, the record and the call. Here that is one pass.
+    One pass looks at the arguments for the shapes, the device, the record and the call.
 
     Returns:
         ``NotImplemented`` if ``func`` is not small, or has an argument that is neither known nor a
@@ -85,7 +90,7 @@ def _compute(
     for kept in keeps:
         if kept.record.reads_outside:
             history.record.reads_outside = True
-    session.replay.keep_one(node, history, made, result)
+    session.replay.keep(node, history, made, result)
     return fake_from_region(made, history)
 
 
@@ -157,57 +162,6 @@ def _likeness(
     likeness = made if small else None
     _known[key] = likeness
     return likeness
-
-
-def record_and_run(
-    func: Any,
-    operator: Operator,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    fakes: list[FakeTensor],
-    writes: tuple[Region, ...],
-    outputs: tuple[Region | None, ...] = (),
-) -> None:
-    """Record ``func``, and run it if it is small, draws nothing, and ``fakes`` are known."""
-    session = sessions.recording()
-    if session is None or not session.replay.has_read or not _can_run(operator, fakes, outputs):
-        record(func, operator, args, kwargs, writes, outputs)
-        return
-    result = _run(func, args, kwargs, writes)
-    session.replay.keep(record(func, operator, args, kwargs, writes, outputs), result)
-
-
-def _can_run(
-    operator: Operator, fakes: list[FakeTensor], outputs: tuple[Region | None, ...]
-) -> bool:
-    if operator.draws or not fakes:
-        return False
-    device = fakes[0]._region.storage.device
-    made = [region.storage for region in outputs if region is not None]
-    return all(
-        fake._history.is_current() and fake._region.storage.size_bytes <= SMALL_BYTES
-        for fake in fakes
-    ) and all(one.size_bytes <= SMALL_BYTES and one.device == device for one in made)
-
-
-def _run(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], writes: tuple[Region, ...]
-) -> Any:
-
-    def real(fake: FakeTensor) -> Any:
-        memory = fake._history.real
-        assert memory is not None
-        return fake._region.over(memory)
-
-    asked = _torch.grad_asked(torch.is_grad_enabled())
-    try:
-        with _torch.plain_torch(), asked:
-            real_args, real_kwargs = map_tensors((args, kwargs), FakeTensor, real)
-            return func(*real_args, **real_kwargs)
-    except BaseException:
-        for region in writes:  # nobody knows what it has left there
-            region.storage.history().drop()
-        raise
 
 
 def for_real(func: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

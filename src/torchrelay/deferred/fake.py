@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 
 from torchrelay.deferred._dispatch import enter
-from torchrelay.deferred._session import FakeSession
+from torchrelay.deferred._recording import FakeSession
 from torchrelay.deferred._tensor import FakeTensor
 from torchrelay.errors import ArgumentError
 

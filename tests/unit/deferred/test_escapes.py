@@ -85,13 +85,8 @@ def test_what_others_keep_is_listed(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "torchrelay"):
         materialize_module(module)
     assert not is_deferred(module) and "5 tensors" in caplog.text
-    for text in (
-        "Hidden.__init__.<locals>.<lambda> (3,)",
-        "Linear (5, 2)",
-        "Keeper (7,)",
-        "build (13,)",
-    ):
-        assert text in caplog.text, text
+    for shape in ("(3,)", "(5, 2)", "(7,)", "(13,)"):
+        assert shape in caplog.text, shape
     assert "(11," not in caplog.text
     caplog.clear()
     materialize_module(module)
