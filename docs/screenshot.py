@@ -80,14 +80,14 @@ def serve(folder: Path) -> tuple[subprocess.Popen[str], str]:
     raise SystemExit("the server did not start")
 
 
-def load(url: str, ended: threading.Event, client: str) -> None:
+def load(url: str, ended: threading.Event) -> None:
     """Ask one model after another until the picture is taken."""
     x = torch.zeros(1, 64, 256)
     with Client(url, timeout_s=60) as connection:
         number = 0
         while not ended.is_set():
             try:
-                connection.infer(NAMES[number % len(NAMES)], {"input": x}, client=client)
+                connection.infer(NAMES[number % len(NAMES)], {"input": x})
             except OverloadedError:
                 time.sleep(0.1)
             number += 1
@@ -108,8 +108,7 @@ def main() -> None:
         folder = Path(name)
         server, url = serve(folder)
         ended = threading.Event()
-        names = [f"client-{number}" for number in range(5)]
-        clients = [threading.Thread(target=load, args=(url, ended, one)) for one in names]
+        clients = [threading.Thread(target=load, args=(url, ended)) for _ in range(5)]
         try:
             for client in clients:
                 client.start()
