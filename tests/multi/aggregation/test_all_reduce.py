@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -20,6 +22,7 @@ from multi.aggregation.collectives import (
     make,
     ops_of,
 )
+from torchrelay.aggregation import SmlGroup
 from torchrelay.errors import ArgumentError, UnsupportedError
 from torchrelay.world import World
 
@@ -66,7 +69,7 @@ def test_views(world: World, name: str) -> None:
 @pytest.mark.parametrize("size", [1, 1_000, 700_000])
 def test_a_sum_into_another_tensor(world: World, size: int) -> None:
     with groups(world):
-        group = dist.group.WORLD
+        group = cast(SmlGroup, dist.group.WORLD)
         inputs = [make(r, size, torch.float32) for r in range(world.size)]
         source, output = inputs[world.rank].clone(), torch.empty(size)
         assert group.sum_into(output, source)
