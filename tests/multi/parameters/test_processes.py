@@ -123,6 +123,9 @@ def _lose_a_worker(world: World) -> float:
     assert store is not None
     store.set(f"done/{world.rank}", "")
     store.wait([f"done/{rank}" for rank in range(3)])
+    store.set(f"left/{world.rank}", "")
+    if world.rank == 0:  # it has the store
+        store.wait([f"left/{rank}" for rank in range(3)])
     return float(out.min())
 
 
