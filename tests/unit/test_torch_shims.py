@@ -564,6 +564,32 @@ def test_graph_break_ends_a_compiled_graph() -> None:
     assert torch.compile(function, backend="eager")(torch.ones(1)).item() == 2
 
 
+class _Scripted:
+    def __init__(self, factor: int) -> None:
+        self.factor = factor
+
+    def scale(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.factor
+
+
+class _Factor:
+    factor = 3
+
+    def scale(self, x: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+
+def _scaled(x: torch.Tensor, by: _Factor) -> torch.Tensor:
+    return by.scale(x)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script")
+def test_script_as_lets_scripted_code_take_another_class() -> None:
+    torch.jit.script(_Scripted)
+    _torch.script_as(_Factor, _Scripted)
+    assert torch.jit.script(_scaled)(torch.ones(1), _Factor()).item() == 3
+
+
 def test_the_compiler_skips_what_is_never_compiled() -> None:
     """Nor does it compile what such a function calls."""
     compiled: list[Any] = []

@@ -1,4 +1,4 @@
-"""``torch.compile`` and custom operators."""
+"""``torch.compile``, custom operators and TorchScript."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["graph_break", "is_compiled", "make_ordered", "never_compiled"]
+__all__ = ["graph_break", "is_compiled", "make_ordered", "never_compiled", "script_as"]
 
 
 def make_ordered(operator: Any) -> None:
@@ -21,6 +21,15 @@ def graph_break(reason: str) -> None:
     """Break the graph that ``torch.compile`` traces: what follows runs outside of it."""
     dynamo: Any = torch._dynamo
     dynamo.graph_break(reason)
+
+
+def script_as(python_class: type, scripted: type) -> None:
+    """Let TorchScript treat ``python_class`` as ``scripted``.
+
+    Both have the same attributes; ``scripted`` was scripted where its annotations are known.
+    """
+    state: Any = torch.jit._state
+    state._add_script_class(python_class, state._get_script_class(scripted))
 
 
 def is_compiled(module: torch.nn.Module) -> bool:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from torchrelay.compat.mpi4torch._script import JoinDummies, JoinDummiesHandle, make_scriptable
 from torchrelay.errors import GraphError
 from torchrelay.mpi import COMM_WORLD as _WORLD
 from torchrelay.mpi import (
@@ -28,8 +29,6 @@ from torchrelay.mpi import (
     MPI_PROD,
     MPI_SUM,
     Communicator,
-    JoinDummies,
-    JoinDummiesHandle,
     Op,
     WaitHandle,
     _compiled,
@@ -71,7 +70,7 @@ class MPI_Communicator(Communicator):  # noqa: N801 - mpi4torch's name
         # out.
         self = cls.__new__(cls)
         self.__dict__.update(comm.replace(unreachable_policy="warn").__dict__)
-        _compiled.join(self)
+        self.number = self.reverse.number = _compiled.register(self)
         return self
 
     def Bcast_(self, tensor: Tensor, root: int) -> Tensor:
@@ -108,6 +107,7 @@ class _Forbidden(torch.autograd.Function):
 
 
 _forbid: Any = _Forbidden.apply
+make_scriptable(MPI_Communicator)
 COMM_WORLD = MPI_Communicator._of(_WORLD)
 
 
