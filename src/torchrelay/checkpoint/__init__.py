@@ -1,7 +1,7 @@
 """Sharded checkpoints: safetensors files, committed in one step, verified, read by byte range into
 any layout.
 
-Public: :func:`save`, :func:`async_save`, :func:`load`, :func:`latest`,
+Public: :func:`save`, :func:`async_save`, :class:`Keep`, :func:`load`, :func:`latest`,
 :func:`verify`, and :class:`Writer` and :class:`Reader`, the storage layer for
 ``torch.distributed.checkpoint``.
 """
@@ -12,12 +12,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torchrelay.checkpoint._catalog import latest
+    from torchrelay.checkpoint._catalog import Keep, latest
     from torchrelay.checkpoint._dcp import Reader, Writer
     from torchrelay.checkpoint._load import LoadResult, load, verify
     from torchrelay.checkpoint._save import SaveHandle, async_save, save
 
 __all__ = [
+    "Keep",
     "LoadResult",
     "Reader",
     "SaveHandle",
@@ -32,6 +33,7 @@ __all__ = [
 # Loaded when first used: the writer process and the command line need neither torch nor its
 # checkpoints.
 _HOMES = {
+    "Keep": "_catalog",
     "LoadResult": "_load",
     "Reader": "_dcp",
     "SaveHandle": "_save",

@@ -7,7 +7,9 @@ from __future__ import annotations
 import errno
 import os
 import re
+from collections.abc import Collection
 from contextlib import suppress
+from dataclasses import dataclass
 
 from torchrelay.checkpoint import _local, _manifest, _remote
 from torchrelay.checkpoint._manifest import Head
@@ -23,6 +25,7 @@ from torchrelay.checkpoint._types import MANIFEST
 from torchrelay.errors import ArgumentError, CorruptionError, StorageError, UnsupportedError
 
 __all__ = [
+    "Keep",
     "check_keep",
     "latest",
     "newest_inside",
@@ -32,6 +35,43 @@ __all__ = [
 ]
 
 _NUMBERED = re.compile(r"(.*?)([0-9]+)([^0-9]*)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Keep:
+    """A rule for which checkpoints of a series to keep; ``keep=3`` is short for ``Keep(3)``.
+
+    A series is the set of checkpoints in one folder whose names differ in their last number
+    only, such as ``step-100`` and ``step-200``. A save with ``keep=`` removes those of its own
+    series that the rule does not keep. It leaves everything else alone: other series, names
+    without a number, symbolic links and the checkpoints that links beside them point to,
+    checkpoints that were copied or renamed, and files that were added to one.
+
+    Args:
+        last: how many of the newest to keep, by the time of their commit.
+        every: whether to keep those whose number is a multiple of it, too.
+        names: names to keep, too.
+
+    Raises:
+        ArgumentError: a number is less than 1, or ``names`` is not a collection of names.
+    """
+
+    last: int = 1
+    every: int | None = None
+    names: Collection[str] = ()
+
+    def __post_init__(self) -> None:
+        for name, value in (("last", self.last), ("every", self.every)):
+            if value is not None and value < 1:
+                raise ArgumentError(f"keep: {name} must be at least 1, not {value}")
+        if isinstance(self.names, str):
+            raise ArgumentError(f"keep: names is a collection of names, not {self.names!r}")
+
+    def names_one(self, name: str) -> bool:
+        """Return whether a checkpoint with a numbered name is kept even if it is old."""
+        number = _NUMBERED.fullmatch(name)
+        assert number is not None
+        return name in self.names or (self.every is not None and int(number[2]) % self.every == 0)
 
 
 def open_folder(path: Path) -> Folder:
@@ -49,18 +89,22 @@ def open_transaction(path: Path, *, fsync: bool = True) -> Transaction:
     return _local.LocalTransaction(local, fsync=fsync)
 
 
-def check_keep(keep: int | None, path: Path) -> None:
-    """Check that ``keep=`` is possible for a save to ``path``.
+def check_keep(keep: int | Keep | None, path: Path) -> Keep | None:
+    """Return the rule that ``keep=`` means for a save to ``path``.
 
     Raises:
-        ArgumentError: ``path`` belongs to no series.
+        ArgumentError: it is out of range, or ``path`` belongs to no series.
     """
+    if keep is None:
+        return None
+    rule = keep if isinstance(keep, Keep) else Keep(keep)
     _, name = split(path)
-    if keep is not None and _series(name) is None:
+    if _series(name) is None:
         raise ArgumentError(
             f"keep= removes older checkpoints of a series, such as step-100 and step-200, and the "
             f"name {name!r} has no number; save under a numbered name, or without keep="
         )
+    return rule
 
 
 def latest(parent: Path) -> str:
@@ -118,8 +162,8 @@ def _is_whole(path: str) -> bool:
     return True
 
 
-def retain(path: Path, keep: int) -> None:
-    """Remove the checkpoints of the series of ``path``, but for the newest ``keep`` and ``path``
+def retain(path: Path, keep: Keep) -> None:
+    """Remove the checkpoints of the series of ``path`` that ``keep`` does not keep; never ``path``
     itself.
     """
     parent, name = split(path)
@@ -133,9 +177,10 @@ def retain(path: Path, keep: int) -> None:
     }
     newest = 0
     for old in _newest_first(heads):
-        if newest < keep:
+        old_name = heads[old].name
+        if newest < keep.last:
             newest += _is_whole(old)
-        elif heads[old].name != name and old not in spared:
+        elif old_name != name and old not in spared and not keep.names_one(old_name):
             # of a damaged one, no manifest of ours claims the files
             with suppress(CorruptionError, UnsupportedError):
                 (_local if is_local else _remote).remove(old)

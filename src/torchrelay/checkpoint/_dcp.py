@@ -36,7 +36,7 @@ from torch.futures import Future
 
 from torchrelay import _torch
 from torchrelay._progress import Progress, tracking
-from torchrelay.checkpoint._catalog import check_keep
+from torchrelay.checkpoint._catalog import Keep, check_keep
 from torchrelay.checkpoint._group import check_same
 from torchrelay.checkpoint._read import (
     MAX_BUFFER_BYTES,
@@ -111,7 +111,7 @@ class Writer(_AtPath, StorageWriter):
         threads: int | None = None,
         fsync: bool = True,
         checksum: bool = True,
-        keep: int | None = None,
+        keep: int | Keep | None = None,
         max_staging_bytes: int = MAX_STAGING_BYTES,
         progress: Progress = False,
     ) -> None:

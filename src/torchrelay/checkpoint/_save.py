@@ -18,6 +18,7 @@ import numpy as np
 from torchrelay import _native, _telemetry, config
 from torchrelay._helper import HelperProcess
 from torchrelay._progress import Progress, tracking
+from torchrelay.checkpoint._catalog import Keep
 from torchrelay.checkpoint._group import group_of
 from torchrelay.checkpoint._inventory import gather_inventory, plan_chunks
 from torchrelay.checkpoint._saving import Description, Saving
@@ -40,7 +41,7 @@ def save(
     state: Any,
     path: Path,
     *,
-    keep: int | None = None,
+    keep: int | Keep | None = None,
     threads: int | None = None,
     fsync: bool = True,
     checksum: bool = True,
@@ -62,8 +63,8 @@ def save(
         path: the folder to write, or any fsspec URL; all ranks must see the same.
         keep: once this checkpoint is committed, remove older ones of its series, which are those
             in the same folder whose names differ in the last number only: all but the newest
-            ``keep``, and those that a symbolic link beside them points to. Checkpoints that were
-            copied or renamed stay.
+            ``keep``, or but those that a :class:`Keep` names, and those that a symbolic link beside
+            them points to. Checkpoints that were copied or renamed stay.
         threads: how many write at once on each rank; by default the usable cores, at most 4.
         fsync: whether the checkpoint must be on the disk when this returns.
         checksum: whether to store CRC32C checksums.
@@ -252,7 +253,7 @@ def async_save(
     state: Any,
     path: Path,
     *,
-    keep: int | None = None,
+    keep: int | Keep | None = None,
     threads: int | None = None,
     fsync: bool = True,
     checksum: bool = True,

@@ -47,7 +47,7 @@ class Saving:
 
     def __init__(self, path: Path, options: SaveOptions) -> None:
         self._options = options
-        check_keep(options.keep, path)
+        self._keep = check_keep(options.keep, path)
         self.transaction = open_transaction(path, fsync=options.fsync)
         self.path = self.transaction.location
 
@@ -92,8 +92,8 @@ class Saving:
 
     def retain(self) -> None:
         """Remove what ``keep=`` does not keep. Coordinator only, after the commit."""
-        if self._options.keep is not None:
-            retain(self.path, self._options.keep)
+        if self._keep is not None:
+            retain(self.path, self._keep)
 
 
 @dataclass(frozen=True)

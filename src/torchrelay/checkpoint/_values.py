@@ -18,16 +18,19 @@ tag            content                                          for
 ``$dtype``     ``float32``                                      ``torch.dtype``
 ``$device``    ``cuda:0``                                       ``torch.device``
 ``$size``      integers                                         ``torch.Size``
+``$enum``      module, class, member (integer for some flags)   members of an ``enum.Enum``
 =============  ===============================================  ================================
 
-Nothing is run or imported to decode one.
+Nothing is run or imported to decode one: the class of an enum must be in an imported module.
 """
 
 from __future__ import annotations
 
 import base64
 import binascii
+import enum
 import math
+import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -36,7 +39,7 @@ import numpy as np
 import torch
 
 from torchrelay.checkpoint._state import MAX_DEPTH
-from torchrelay.errors import ArgumentError, CorruptionError
+from torchrelay.errors import ArgumentError, CorruptionError, MismatchError
 
 __all__ = ["MAX_VALUE_BYTES", "decode", "encode"]
 
@@ -62,14 +65,16 @@ def encode(key: str, value: Any, depth: int = 0) -> Any:
         return {name: encode(f"{key}.{name}", item, depth + 1) for name, item in value.items()}
     if kind in _ENCODERS:
         return _ENCODERS[kind](key, value, depth)
+    if isinstance(value, enum.Enum):
+        return {"$enum": _encode_enum(key, value)}
     if isinstance(value, np.generic):
         content = base64.b64encode(_array_bytes(key, np.asarray(value))).decode()
         return {"$scalar": [value.dtype.str, content]}
     raise ArgumentError(
         f"{key}: a checkpoint holds tensors and plain values (None, bool, int, float, str, bytes, "
-        "list, tuple, dict, OrderedDict, Counter, NumPy arrays and scalars, torch.dtype, "
-        f"torch.device, torch.Size), not {kind.__module__}.{kind.__qualname__}; save what it is "
-        "made of, such as the value of an enum"
+        "list, tuple, dict, OrderedDict, Counter, NumPy arrays and scalars, enum members, "
+        f"torch.dtype, torch.device, torch.Size), not {kind.__module__}.{kind.__qualname__}; save "
+        "what it is made of"
     )
 
 
@@ -121,6 +126,27 @@ def _check_size(key: str, size_bytes: int) -> None:
         )
 
 
+def _encode_enum(key: str, value: enum.Enum) -> list[Any]:
+    kind = type(value)
+    members = kind.__members__
+    name = value.name
+    content = name if name in members else value.value  # the latter of flags that are combined
+    if type(content) not in (str, int) or _enum_class(kind.__module__, kind.__qualname__) != kind:
+        raise ArgumentError(
+            f"{key}: {value!r} cannot be found again: {kind.__module__}.{kind.__qualname__} is not "
+            "the name of its class; define the class at the top of a module"
+        )
+    return [kind.__module__, kind.__qualname__, content]
+
+
+def _enum_class(module: str, name: str) -> Any:
+    """Return the class of that name in an imported module; None if there is none."""
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        found = vars(found).get(part) if hasattr(found, "__dict__") else None
+    return found if isinstance(found, enum.EnumMeta) else None
+
+
 _ENCODERS: Mapping[type, Callable[[str, Any, int], Any]] = {
     int: _encode_int,
     float: lambda key, value, depth: value if math.isfinite(value) else {"$float": str(value)},
@@ -141,6 +167,7 @@ def decode(key: str, value: Any) -> Any:
 
     Raises:
         CorruptionError: ``value`` is not from :func:`encode`.
+        MismatchError: the class of an enum member is not imported here, or lacks the member.
     """
     try:
         return _decode(key, value)
@@ -159,6 +186,8 @@ def _decode(key: str, value: Any) -> Any:
     try:
         (content,) = value.values()
         return _DECODERS[tag](key, content)
+    except MismatchError:
+        raise
     except (AttributeError, KeyError, TypeError, ValueError, RuntimeError):
         pass
     raise CorruptionError(f"{key}: the manifest holds a value of an unknown kind, {tag!r}")
@@ -196,6 +225,20 @@ def _decode_scalar(key: str, content: Any) -> Any:
     return _decode_array(key, (dtype, (), text))[()]
 
 
+def _decode_enum(key: str, content: Any) -> Any:
+    module, name, member = content
+    found = _enum_class(module, name)
+    if found is None:
+        raise MismatchError(
+            f"{key}: the value is a {module}.{name}, an enum that is not imported here; import "
+            f"{module} before load()"
+        )
+    try:
+        return found[member] if isinstance(member, str) else found(int(member))
+    except (KeyError, ValueError):
+        raise MismatchError(f"{key}: the enum {module}.{name} has no member {member!r}") from None
+
+
 _DECODERS: Mapping[str, Callable[[str, Any], Any]] = {
     "$tuple": lambda key, items: tuple(_decode(key, item) for item in items),
     "$items": lambda key, pairs: dict(_decode_pairs(key, pairs)),
@@ -208,4 +251,5 @@ _DECODERS: Mapping[str, Callable[[str, Any], Any]] = {
     "$dtype": _decode_dtype,
     "$device": lambda key, name: torch.device(name),
     "$size": lambda key, sizes: torch.Size(sizes),
+    "$enum": _decode_enum,
 }

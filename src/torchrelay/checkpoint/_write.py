@@ -15,6 +15,7 @@ import numpy as np
 
 from torchrelay import _native
 from torchrelay._progress import no_progress
+from torchrelay.checkpoint._catalog import Keep
 from torchrelay.checkpoint._data_file import PADDING, lay_out
 from torchrelay.checkpoint._manifest import chunk_text
 from torchrelay.checkpoint._storage import Sink, Transaction
@@ -99,12 +100,13 @@ class SaveOptions:
     threads: int | None = None
     fsync: bool = True
     checksum: bool = True
-    keep: int | None = None
+    keep: int | Keep | None = None
     max_staging_bytes: int | None = MAX_STAGING_BYTES
 
     def __post_init__(self) -> None:
         check_count("threads", self.threads)
-        check_count("keep", self.keep)
+        if not isinstance(self.keep, Keep):
+            check_count("keep", self.keep)
         check_count("max_staging_bytes", self.max_staging_bytes)
 
 

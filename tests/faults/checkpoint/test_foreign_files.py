@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from torchrelay.checkpoint import Writer, async_save, latest, load, save, verify
+from torchrelay.checkpoint import Keep, Writer, async_save, latest, load, save, verify
 from torchrelay.checkpoint._local import remove
 from torchrelay.checkpoint._read import ChunkReader
 from torchrelay.checkpoint._save import _writer as writer_state
@@ -170,17 +170,18 @@ def test_retention_stays_in_its_series(tmp_path: Path) -> None:
             save(_state(5), tmp_path / wrong, keep=1)
 
 
-def test_milestones_under_another_name_are_kept(tmp_path: Path) -> None:
-    for step in range(0, 60, 10):
-        name = f"{'step' if step % 40 else 'milestone'}-{step}"
-        save(_state(step), tmp_path / name, keep=2, fsync=False)
-    milestones = ["milestone-0", "milestone-40"]
-    assert sorted(os.listdir(tmp_path)) == [*milestones, "step-30", "step-50"]
-    async_save(_state(90), tmp_path / "step-90", keep=1).result(60)
+def test_retention_by_rule(tmp_path: Path) -> None:
+    for step in range(0, 90, 10):
+        rule = Keep(2, every=40, names=("step-50",))
+        save(_state(step), tmp_path / f"step-{step}", keep=rule, fsync=False)
+    kept = {int(name.removeprefix("step-")) for name in os.listdir(tmp_path)}
+    assert kept == {0, 40, 50, 70, 80}
+    async_save(_state(90), tmp_path / "step-90", keep=Keep(1, every=80)).result(60)
     writer_state.close()
-    assert sorted(os.listdir(tmp_path)) == [*milestones, "step-90"]
-    with pytest.raises(ArgumentError, match="keep must be at least 1"):
-        save(_state(5), tmp_path / "step-100", keep=0)
+    assert sorted(os.listdir(tmp_path)) == ["step-0", "step-80", "step-90"]
+    for arguments in ({"last": 0}, {"every": 0}, {"names": "step-50"}):
+        with pytest.raises(ArgumentError, match="keep: "):
+            Keep(**arguments)
 
 
 def test_a_checkpoint_that_a_link_points_to_is_kept(tmp_path: Path) -> None:

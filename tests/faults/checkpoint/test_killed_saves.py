@@ -21,7 +21,7 @@ import torch
 
 from torchrelay import _helper
 from torchrelay.checkpoint import _save, _writer_process, async_save, latest, load, save, verify
-from torchrelay.checkpoint._catalog import retain
+from torchrelay.checkpoint._catalog import Keep, retain
 from torchrelay.checkpoint._staging import Staging
 from torchrelay.errors import PeerLostError
 from torchrelay.world import World
@@ -163,7 +163,7 @@ def test_a_writer_process_killed_at_every_kind_of_moment(
 
 def _retire(world: World, path: str, moment: int) -> None:
     with _death_at(moment):
-        retain(path, 1)
+        retain(path, Keep(1))
 
 
 def test_retention_killed_at_each_of_its_moments(

@@ -7,6 +7,8 @@ from __future__ import annotations
 import enum
 import json
 import math
+import subprocess
+import sys
 from collections import Counter, OrderedDict, defaultdict, namedtuple
 from pathlib import Path
 from typing import Any
@@ -17,11 +19,22 @@ import torch
 
 from torchrelay.checkpoint import Reader, Writer, load, save
 from torchrelay.checkpoint._values import MAX_VALUE_BYTES, decode, encode
-from torchrelay.errors import ArgumentError, CorruptionError
+from torchrelay.errors import ArgumentError, CorruptionError, MismatchError
 
 
 class _Color(enum.Enum):
-    RED = 1
+    RED = (1, 2)
+    BLUE = "blue"
+
+
+class _Size(enum.IntEnum):
+    SMALL = 1
+
+
+class _Holder:
+    class Flags(enum.Flag):
+        A = 1
+        B = 2
 
 
 VALUES: list[Any] = [
@@ -46,6 +59,7 @@ VALUES: list[Any] = [
     (Counter({30: 2, 80: 1}),),
     [torch.bfloat16, {"a": torch.float8_e4m3fn}],
     (torch.device("cuda:1"), torch.device("cpu"), torch.Size([2, 3]), torch.Size([])),
+    [_Color.RED, _Size.SMALL, _Holder.Flags.A | _Holder.Flags.B, {_Color.BLUE: 1}],
     [np.float32(0.1), np.int64(-3), np.bool_(True), np.complex128(1j), np.datetime64("2026-01-02")],
 ]
 
@@ -103,7 +117,7 @@ def test_numpys_random_state(tmp_path: Path) -> None:
 def test_values_through_dcp(tmp_path: Path) -> None:
     import torch.distributed.checkpoint as dcp
 
-    state: Any = {"array": np.arange(3), "both": (np.float64(0.5), 1, b"x")}
+    state: Any = {"array": np.arange(3), "both": (np.float64(0.5), _Size.SMALL, b"x")}
     dcp.save(state, storage_writer=Writer(tmp_path / "c"))
     found: Any = {"array": None, "both": None}
     dcp.load(found, storage_reader=Reader(tmp_path / "c"))
@@ -146,7 +160,7 @@ _Pair = namedtuple("_Pair", "a b")
         (np.array([object()]), "a"),
         (np.array([(1, 2.0)], dtype=[("x", "i4"), ("y", "f8")]), "a"),
         (np.zeros(MAX_VALUE_BYTES + 1, dtype=np.uint8), "a"),
-        ([_Color.RED], "a.0"),
+        ([enum.Enum("Local", "X").X], "a.0"),  # type: ignore[attr-defined]
         ([2**1024], "a.0"),
         ({"k": {1.5: torch.ones(1)}}, "a.k.1.5"),
     ],
@@ -177,6 +191,8 @@ def test_what_cannot_be_stored_is_named(value: Any, path: str, tmp_path: Path) -
         {"$scalar": ["<f8"]},
         {"$device": "nowhere"},
         {"$size": ["a"]},
+        {"$enum": ["enum", 5, "x"]},
+        {"$enum": []},
         {"$unknown": 1},
         {"$ordered": {"a": 1}},
         {"$counter": [[[], 1]]},
@@ -194,3 +210,40 @@ def test_a_manifest_nested_too_deep_is_refused() -> None:
     for kind in ("list", "dict"):
         with pytest.raises(CorruptionError, match=r"k: .*nested too deep"):
             decode("k", _nested(100_000, kind))
+
+
+def test_enums_are_found_but_never_imported(tmp_path: Path) -> None:
+    (tmp_path / "colors.py").write_text(
+        "import enum\nprint('imported')\nclass Color(enum.Enum):\n    RED = 1\n"
+    )
+    code = """
+import sys
+from torchrelay.checkpoint import load, save
+state = {"color": None}
+if sys.argv[1] == "save":
+    import colors
+    save({"color": colors.Color.RED}, "c")
+else:
+    try:
+        load(state, "c")
+    except Exception as error:
+        print(type(error).__name__, error)
+"""
+    out = [
+        subprocess.run(
+            [sys.executable, "-c", code, way],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for way in ("save", "load")
+    ]
+    assert out[0] == "imported\n"
+    assert out[1].startswith("MismatchError color: the value is a colors.Color")
+    for member in ("GREEN", 7):
+        with pytest.raises(MismatchError, match="has no member"):
+            decode("k", {"$enum": [__name__, "_Color", member]})
+    for name in ("enum.EnumMeta", "VALUES", "_Pair", "nothing"):
+        with pytest.raises(MismatchError, match="not imported here"):
+            decode("k", {"$enum": [__name__, name, "x"]})
