@@ -382,6 +382,9 @@ class Switching(Section, name="switching"):
     queue_limit: int = setting(
         256, "maximum number of waiting requests", unit="requests", minimum=1
     )
+    client_limit: int = setting(
+        64, "maximum number of waiting requests of one client", unit="requests", minimum=1
+    )
     run_timeout_s: float = setting(
         60.0, "a worker that computes one request for longer is ended", unit="s", minimum=0.0
     )

@@ -22,8 +22,20 @@ def serve(
     device: str | None = typer.Option(
         None, help="auto, cpu or cuda[:index]; the file's, or CUDA where there is a device."
     ),
+    api_key: str | None = typer.Option(
+        None,
+        "--api-key",
+        help="A secret that clients must send; better set TORCHRELAY_SWITCHING_API_KEY, which "
+        "process listings do not show.",
+    ),
     repository_control: bool | None = typer.Option(
         None, "--repository-control", help="Let clients load and unload the file's models."
+    ),
+    link_gbps: float | None = typer.Option(
+        None,
+        "--link-gbps",
+        min=0.0,
+        help="On the CPU, emulate a link of so many GB/s to the arena.",
     ),
     bench: bool = typer.Option(False, "--bench", help="Print a table of switching times and exit."),
     rounds: int = typer.Option(20, min=1, help="Requests to each model for --bench."),
@@ -37,6 +49,8 @@ def serve(
         "host": host,
         "port": port,
         "device": device,
+        "link_gbps": link_gbps,
+        "api_key": api_key,
         "repository_control": repository_control,
     }
     changed = {key: value for key, value in given.items() if value is not None}

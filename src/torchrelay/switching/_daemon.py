@@ -40,7 +40,7 @@ class Daemon:
     ) -> None:
         self.options = options
         self._store = store
-        self.queue = RequestQueue(options.queue_limit)
+        self.queue = RequestQueue(options.queue_limit, options.client_limit)
         self.counts = Counter(dict.fromkeys(COUNTERS, 0))
         self.loop = Loop(self.decide, self._crashed)
         self._draining_until: float | None = None

@@ -318,14 +318,24 @@ async def _reply(scope: Scope, future: Future[Reply]) -> Reply:
 
 
 def _options(parameters: object) -> dict[str, Any]:
-    """Return the request's priority and deadline; `timeout` is in microseconds, as in Triton."""
-    given = _check_known("parameter", parameters, ("priority", "timeout", "binary_data_output"))
-    priority, timeout = given.get("priority", 0), given.get("timeout")
+    """Return the request's priority, deadline and client; `timeout` is in microseconds, as in
+    Triton.
+    """
+    known = ("priority", "timeout", "client", "binary_data_output")
+    given = _check_known("parameter", parameters, known)
+    priority, timeout, client = (
+        given.get("priority", 0),
+        given.get("timeout"),
+        given.get("client", ""),
+    )
     if type(priority) is not int:
         raise ArgumentError(f"parameter priority = {priority!r}: must be an integer")
     if timeout is not None and (type(timeout) is not int or not 0 <= timeout < 2**63):
         raise ArgumentError(f"parameter timeout = {timeout!r}: must be microseconds")
-    return {"priority": priority, "deadline_s": None if timeout is None else timeout * 1e-6}
+    if type(client) is not str:
+        raise ArgumentError(f"parameter client = {client!r}: must be a string")
+    deadline_s = None if timeout is None else timeout * 1e-6
+    return {"priority": priority, "deadline_s": deadline_s, "client": client}
 
 
 def _outputs(header: dict[str, Any], reply: Reply) -> tuple[dict[str, torch.Tensor], set[str]]:

@@ -56,6 +56,7 @@ class Request:
     future: Future[Any] = field(default_factory=Future)  # of a Reply, or of a Profile
     priority: int = 0
     deadline: float = math.inf  # of time.monotonic()
+    client: str = ""
     is_profile: bool = False  # asks for the model's profile, and may run before it is ready
     request_id: int = field(default_factory=new_id)
     attempts: int = 0
@@ -96,8 +97,9 @@ class Request:
 class RequestQueue:
     """A bounded priority queue. The loop's lock protects it."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, client_limit: int) -> None:
         self._limit = limit
+        self._client_limit = client_limit
         self._waiting: list[Request] = []
 
     def __len__(self) -> int:
@@ -113,16 +115,22 @@ class RequestQueue:
         """Queue `request`.
 
         Raises:
-            OverloadedError: the queue is full.
+            OverloadedError: the queue, or the client's share of it, is full.
         """
         if len(self._waiting) >= self._limit:
             raise OverloadedError(
                 f"{len(self._waiting)} requests are waiting, the limit; try again later"
             )
+        client = request.client
+        if client and sum(one.client == client for one in self._waiting) >= self._client_limit:
+            raise OverloadedError(
+                f"client {client!r} has {self._client_limit} requests waiting, its limit; "
+                "try again later"
+            )
         self.push_back(request)
 
     def push_back(self, request: Request) -> None:
-        """Queue a request again, ignoring the limit."""
+        """Queue a request again, ignoring the limits."""
         insort(self._waiting, request, key=lambda one: one.rank)
 
     def remove(self, request: Request) -> bool:

@@ -51,6 +51,7 @@ def status(daemon: Daemon, cache: SharedCache) -> dict[str, Any]:
                 "model": request.model,
                 "priority": request.priority,
                 "waiting_s": time.monotonic() - request.arrived,
+                "client": request.client,
             }
             for request in daemon.queue
         ],

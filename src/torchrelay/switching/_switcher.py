@@ -159,6 +159,7 @@ class Switcher(Resource):
         *,
         priority: int = 0,
         deadline_s: float | None = None,
+        client: str = "",
         copy: bool = True,
     ) -> Future[Reply]:
         """Queue a request and return the future of its reply. Cancelling the future takes it off
@@ -168,6 +169,7 @@ class Switcher(Resource):
             priority: from -1000 to 1000. Higher ones run first, however long lower ones wait.
             deadline_s: the most to wait for a worker; then the future raises OperationTimeoutError.
                 Of equal priority, earlier deadlines run first; none counts as 10 s.
+            client: who asks, for `client_limit`.
             copy: False if `inputs` do not change before the future is done.
 
         Raises:
@@ -178,7 +180,7 @@ class Switcher(Resource):
         The future raises ModelError, OperationTimeoutError, OverloadedError, PeerLostError,
         NotFoundError or UnavailableError.
         """
-        request = self._request(name, inputs, priority, deadline_s, copies=copy)
+        request = self._request(name, inputs, priority, deadline_s, client, copies=copy)
 
         def forget(future: Future[Reply]) -> None:
             if future.cancelled():
@@ -195,11 +197,12 @@ class Switcher(Resource):
         *,
         priority: int = 0,
         deadline_s: float | None = None,
+        client: str = "",
     ) -> dict[str, torch.Tensor]:
         """Return the model's outputs by name; a single tensor is named "output". As :meth:`submit`,
         but blocks.
         """
-        request = self._request(name, inputs, priority, deadline_s, copies=False)
+        request = self._request(name, inputs, priority, deadline_s, client, copies=False)
         with _torch.span("torchrelay.switching.infer"):
             return self._daemon.run(request).outputs
 
@@ -271,6 +274,7 @@ class Switcher(Resource):
         inputs: Mapping[str, torch.Tensor],
         priority: int,
         deadline_s: float | None,
+        client: str,
         *,
         copies: bool,
     ) -> Request:
@@ -279,7 +283,7 @@ class Switcher(Resource):
         self._check_inputs(name, inputs)
         deadline = math.inf if deadline_s is None else time.monotonic() + deadline_s
         plain = {key: value.detach().to("cpu", copy=copies) for key, value in inputs.items()}
-        return Request(name, plain, priority=priority, deadline=deadline)
+        return Request(name, plain, priority=priority, deadline=deadline, client=client)
 
     def _check_inputs(self, name: str, inputs: Mapping[str, torch.Tensor]) -> None:
         served = self._daemon.catalog.models.get(name)

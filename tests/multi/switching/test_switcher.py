@@ -82,6 +82,7 @@ def switcher(store: ModelStore, tmp_path_factory: pytest.TempPathFactory) -> Ite
         threads=1,
         request_bytes=1 << 20,
         queue_limit=8,
+        client_limit=3,
         run_timeout_s=WAIT_S,
         start_timeout_s=WAIT_S,
         grouping="layer",  # whether "best" splits these small models depends on measured times
@@ -231,7 +232,7 @@ def test_inputs_may_change_once_submit_has_returned(switcher: Switcher) -> None:
     assert torch.equal(future.result(WAIT_S).outputs["output"], expected)
 
 
-def test_priority_deadline_limit_and_cancelling(switcher: Switcher) -> None:
+def test_priority_deadline_quota_and_cancelling(switcher: Switcher) -> None:
     with stopped_worker(switcher):
         done: list[str] = []
         ones = {"x": torch.ones(1, 64)}
@@ -244,10 +245,15 @@ def test_priority_deadline_limit_and_cancelling(switcher: Switcher) -> None:
         assert cancelled.cancel()
         with pytest.raises(OperationTimeoutError, match="missed its deadline"):
             late.result(WAIT_S)
+        mine = [switcher.submit("chain0", ones, client="me") for _ in range(4)]
+        with pytest.raises(OverloadedError, match="client 'me' has 3 requests waiting"):
+            mine[-1].result(WAIT_S)
+        assert mine[0].cancel()  # as for a client that has gone: its place is free at once
+        mine = [*mine[1:-1], switcher.submit("chain0", ones, client="me")]
         many = [switcher.submit("chain0", ones) for _ in range(8)]
         with pytest.raises(OverloadedError, match="requests are waiting, the limit"):
             many[-1].result(WAIT_S)
-    for future in (low, high):
+    for future in (low, high, *mine):
         future.result(WAIT_S)
     assert done == ["high", "low"]
     for future in many:

@@ -217,6 +217,16 @@ def test_a_full_switch_refuses_until_a_session_has_been_silent_for_long(network:
         assert join(network.connect(1), 2, 0, ALONE) == JOINED
 
 
+def test_idle_sessions_without_a_sum_make_room(network: Network) -> None:
+    with SwitchServer(network.plane, max_sessions=2, session_timeout_s=0.0) as server:
+        summing, waiting = network.connect(0), network.connect(1)
+        assert join(summing, 1, 0, ALONE) == JOINED
+        network.send(summing, packet(1))
+        assert join(waiting, 2, 0, ALONE) == JOINED
+        assert join(network.connect(2), 3, 0, ALONE) == JOINED
+        assert sessions(server).keys() == {1, 3}
+
+
 def test_sessions_of_switchmls_workers_stay_for_longer(network: Network) -> None:
     with SwitchServer(network.plane, session_timeout_s=0.1) as server:
         join(network.connect(0), 1, 0, ALONE)

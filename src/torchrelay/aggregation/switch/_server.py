@@ -52,7 +52,8 @@ class SwitchServer(Resource):
 
     A session ends when all its workers have left, or have been silent for ``session_timeout_s``.
     SwitchML's own workers neither leave nor send signs of life, so their sessions end when one of
-    their addresses joins another session, or after ``idle_timeout_s``.
+    their addresses joins another session, or after ``idle_timeout_s``. If there is no room for a
+    new session, those end that never summed anything and are silent.
 
     ``max_sessions`` and ``max_slots`` bound the switch's memory. One address opens at most a
     quarter of the sessions and of the slots, so no host can shut out the others.
@@ -210,7 +211,18 @@ class SwitchServer(Resource):
         return session
 
     def _check_room(self, shape: SessionShape, opener: str) -> None:
-        """Raise if another session does not fit, or is more than the opener's share."""
+        """Raise if another session does not fit, or is more than the opener's share, also after
+        those have ended that never summed anything and are silent.
+        """
+        try:
+            self._check_share(shape, opener)
+        except UnavailableError:
+            for stats in self.plane.stats().sessions:
+                if not stats.counts["completed"] and stats.idle_s >= self._session_timeout_s:
+                    self._close(stats.session_id)
+            self._check_share(shape, opener)
+
+    def _check_share(self, shape: SessionShape, opener: str) -> None:
         sessions, slots = self._max_sessions, self.plane.max_slots
         everyones = [one.shape.num_slots for one in self._sessions.values()]
         theirs = [one.shape.num_slots for one in self._sessions.values() if one.opener == opener]
