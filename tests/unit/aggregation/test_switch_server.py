@@ -217,7 +217,7 @@ def test_a_full_switch_refuses_until_a_session_has_been_silent_for_long(network:
         assert join(network.connect(1), 2, 0, ALONE) == JOINED
 
 
-def test_idle_sessions_without_a_sum_make_room(network: Network) -> None:
+def test_unused_sessions_end_for_new_ones(network: Network) -> None:
     with SwitchServer(network.plane, max_sessions=2, session_timeout_s=0.0) as server:
         summing, waiting = network.connect(0), network.connect(1)
         assert join(summing, 1, 0, ALONE) == JOINED

@@ -52,8 +52,8 @@ class SwitchServer(Resource):
 
     A session ends when all its workers have left, or have been silent for ``session_timeout_s``.
     SwitchML's own workers neither leave nor send signs of life, so their sessions end when one of
-    their addresses joins another session, or after ``idle_timeout_s``. If there is no room for a
-    new session, those end that never summed anything and are silent.
+    their addresses joins another session, or after ``idle_timeout_s``. If a new session does
+    not fit, those end that never summed anything and are silent.
 
     ``max_sessions`` and ``max_slots`` bound the switch's memory. One address opens at most a
     quarter of the sessions and of the slots, so no host can shut out the others.
@@ -203,28 +203,26 @@ class SwitchServer(Resource):
                 f"session, not {shape.num_slots} and {shape.num_workers}; lower "
                 "max_outstanding_packets, or raise its limits"
             )
-        self._check_room(shape, session.opener)
+        self._check_capacity(shape, session.opener)
         socket = self._uplink.join(session_id, shape) if self._uplink else None
         here = dataclasses.replace(shape, num_workers=len(session.ranks))
         self.plane.open_session(session_id, here, socket)
         self._sessions[session_id] = session
         return session
 
-    def _check_room(self, shape: SessionShape, opener: str) -> None:
-        """Raise if another session does not fit, or is more than the opener's share, also after
-        those have ended that never summed anything and are silent.
+    def _check_capacity(self, shape: SessionShape, opener: str) -> None:
+        """Raise if another session is more than the opener's share, or does not fit; in either case
+        after those that count there, never summed anything and are silent have ended.
         """
-        try:
-            self._check_share(shape, opener)
-        except UnavailableError:
-            for stats in self.plane.stats().sessions:
-                if not stats.counts["completed"] and stats.idle_s >= self._session_timeout_s:
-                    self._close(stats.session_id)
-            self._check_share(shape, opener)
+        for check, of in ((self._check_share, opener), (self._check_total, None)):
+            try:
+                check(shape, opener)
+            except UnavailableError:
+                self._end_unused(of)
+                check(shape, opener)
 
     def _check_share(self, shape: SessionShape, opener: str) -> None:
         sessions, slots = self._max_sessions, self.plane.max_slots
-        everyones = [one.shape.num_slots for one in self._sessions.values()]
         theirs = [one.shape.num_slots for one in self._sessions.values() if one.opener == opener]
         if theirs and (
             len(theirs) >= sessions // _SHARE or sum(theirs) + shape.num_slots > slots // _SHARE
@@ -233,11 +231,23 @@ class SwitchServer(Resource):
                 f"{opener} has opened {len(theirs)} sessions, and one address may use a quarter of "
                 f"this switch's {sessions} sessions and {slots} slots (--max-sessions)"
             )
+
+    def _check_total(self, shape: SessionShape, opener: str) -> None:
+        sessions, slots = self._max_sessions, self.plane.max_slots
+        everyones = [one.shape.num_slots for one in self._sessions.values()]
         if len(everyones) >= sessions or sum(everyones) + shape.num_slots > slots:
             raise UnavailableError(
                 f"{len(everyones)} of this switch's {sessions} sessions and {sum(everyones)} of "
                 f"its {slots} slots are in use"
             )
+
+    def _end_unused(self, opener: str | None) -> None:
+        """End the silent sessions (of an opener) that never summed anything."""
+        for stats in self.plane.stats().sessions:
+            is_theirs = opener in (None, self._sessions[stats.session_id].opener)
+            is_silent = stats.idle_s >= self._session_timeout_s
+            if is_theirs and is_silent and not stats.counts["completed"]:
+                self._close(stats.session_id)
 
     def _end_former(self, session_id: int, ports: set[tuple[str, int]]) -> None:
         """End a session whose worker's ports another one has now; raise if that worker lives."""
