@@ -89,8 +89,8 @@ def open_transaction(path: Path, *, fsync: bool = True) -> Transaction:
     return _local.LocalTransaction(local, fsync=fsync)
 
 
-def check_keep(keep: int | Keep | None, path: Path) -> Keep | None:
-    """Return the rule that ``keep=`` means for a save to ``path``.
+def check_keep(keep: int | Keep | None, path: Path | None) -> Keep | None:
+    """Return the rule that ``keep=`` means for a save to ``path``, which may not be known yet.
 
     Raises:
         ArgumentError: it is out of range, or ``path`` belongs to no series.
@@ -98,11 +98,10 @@ def check_keep(keep: int | Keep | None, path: Path) -> Keep | None:
     if keep is None:
         return None
     rule = keep if isinstance(keep, Keep) else Keep(keep)
-    _, name = split(path)
-    if _series(name) is None:
+    if path is not None and _series(split(path)[1]) is None:
         raise ArgumentError(
             f"keep= removes older checkpoints of a series, such as step-100 and step-200, and the "
-            f"name {name!r} has no number; save under a numbered name, or without keep="
+            f"name {split(path)[1]!r} has no number; save under a numbered name, or without keep="
         )
     return rule
 

@@ -118,8 +118,7 @@ class Writer(_AtPath, StorageWriter):
         super().__init__()
         self._path = None if path is None else text_of(path)
         self._options = SaveOptions(threads, fsync, checksum, keep, max_staging_bytes)
-        if path is not None:
-            check_keep(keep, path)
+        check_keep(keep, path)
         self._progress = progress
         self._saving: Saving | None = None
         self._is_coordinator = False

@@ -5,7 +5,6 @@ An error that one rank raises inside :meth:`Group.together` is raised on every r
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -20,6 +19,7 @@ from torchrelay.errors import (
     TorchRelayError,
     from_json,
 )
+from torchrelay.world import World
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -150,12 +150,13 @@ def group_of(group: ProcessGroup | None, no_dist: bool = False, *, for_save: boo
     if no_dist and group is not None:
         raise ArgumentError("no_dist=True is for this process alone: give it or group=, not both")
     if not dist.is_available() or not dist.is_initialized():
-        size = os.environ.get("WORLD_SIZE", "1")
-        if for_save and not no_dist and "RANK" in os.environ and size not in ("", "0", "1"):
+        world = World.from_environment() if for_save and not no_dist else World()
+        if world.size > 1:
             raise ArgumentError(
-                f"WORLD_SIZE is {size}, but there is no process group, and each process would save "
-                "alone: call torch.distributed.init_process_group() first, or pass no_dist=True "
-                "where one process saves, or each to a path of its own"
+                f"{world.launcher} has started {world.size} processes, but there is no process "
+                "group, and each process would save alone: call "
+                "torch.distributed.init_process_group() first, or pass no_dist=True where one "
+                "process saves, or each to a path of its own"
             )
         return Group(None, (0,), 0)
     if no_dist:

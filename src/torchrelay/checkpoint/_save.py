@@ -109,17 +109,19 @@ def save(
 class SaveHandle:
     """A save in progress. If the handle is dropped, the next save raises its error."""
 
-    def __init__(self, path: str, rank: int) -> None:
+    def __init__(self, path: str, rank: int, helper: HelperProcess) -> None:
         self.path = path
         self._rank = rank
+        self._helper = helper
         self._origin = _native.Origin()
+        self._lock = threading.Lock()
         self._done = False
         self._error: Exception | None = None
         self._raised = False
 
     def done(self) -> bool:
         """Return whether the save has ended, successfully or not. Does not block."""
-        return self._done or _writer.poll(self, 0.0)
+        return self._wait(0.0)
 
     def result(self, timeout_s: float | None = None) -> str:
         """Wait until the checkpoint is committed by all ranks; return its path.
@@ -128,10 +130,10 @@ class SaveHandle:
             ArgumentError: another process has begun the save, and forked this one.
             OperationTimeoutError: it is not within ``timeout_s``; it goes on.
             PeerLostError: the writer process, or another rank's, was killed. The checkpoint is
-                discarded.
+                discarded. Or this process has left the writer to itself, as it does when it exits.
             StorageError: it could not be written, here or on another rank.
         """
-        if not self._done and not _writer.poll(self, timeout_s):
+        if not self._wait(timeout_s):
             raise OperationTimeoutError(
                 f"{self.path}: the save has not ended within {timeout_s:g} s; it goes on"
             )
@@ -140,10 +142,44 @@ class SaveHandle:
             raise self._error
         return self.path
 
-    def _settle(self, error: Exception | None) -> None:
-        self._error, self._done = error, True
-        if error is None:
-            _logger.info("%s is committed", self.path)
+    def _wait(self, timeout_s: float | None) -> bool:
+        """Wait for the result; return whether it has arrived."""
+        if not self._done and self._origin.is_forked:
+            raise ArgumentError(
+                f"{self.path}: process {self._origin.pid} started the save; only it can wait for it"
+            )
+        with self._lock:
+            if self._done:
+                return True
+            try:
+                received = self._helper.channel.receive(timeout_s)
+            except PeerLostError:
+                self._error = PeerLostError(
+                    f"{self.path}: rank {self._rank}: the writer process has died (it "
+                    f"{self._helper.exit_reason()}); the checkpoint is discarded by the next save",
+                    ranks=(self._rank,),
+                )
+                self._helper.kill()  # if it has only closed its end
+            else:
+                if received is None:
+                    return False
+                failure, _ = received
+                if failure is None:
+                    _logger.info("%s is committed", self.path)
+                else:
+                    self._error = from_json(failure)
+            self._done = True
+            return True
+
+    def _leave(self) -> None:
+        """Give up waiting, as the writer process has been left."""
+        with self._lock:
+            if not self._done:
+                self._error = PeerLostError(
+                    f"{self.path}: the writer process was left before it reported the end of the "
+                    "save; latest() finds the checkpoint if it is committed"
+                )
+                self._done = True
 
 
 class _Writer:
@@ -158,7 +194,6 @@ class _Writer:
         self.helper: HelperProcess | None = None
         self.staging = Staging()
         self.last: SaveHandle | None = None
-        self._lock = threading.Lock()
         self._plan: Plan | None = None
         self._is_sent = False  # whether the process has the plan
 
@@ -188,51 +223,27 @@ class _Writer:
             self._is_sent = False
         return self._plan
 
-    def submit(self, handle: SaveHandle, job: Job, fds: Sequence[int]) -> None:
+    def submit(self, job: Job, fds: Sequence[int]) -> SaveHandle:
         """Send a job, duplicates of the descriptors ``fds``, and what the process lacks."""
         assert self.helper is not None
         if not self._is_sent:
             job = replace(job, plan=self._plan)
         if self.staging.is_new:
             job, fds = replace(job, new_staging=True), (self.staging.fd, *fds)
-        self.last = handle
+        self.last = SaveHandle(job.path, job.rank, self.helper)
         self._is_sent, self.staging.is_new = True, False
-        with suppress(PeerLostError):  # it has died: poll() finds its end closed
+        with suppress(PeerLostError):  # it has died: the handle finds its end closed
             self.helper.channel.send(job, fds)
-
-    def poll(self, handle: SaveHandle, timeout_s: float | None) -> bool:
-        """Wait for the result of ``handle``; return whether it has arrived."""
-        if handle._origin.is_forked:
-            raise ArgumentError(
-                f"{handle.path}: process {handle._origin.pid} started the save; only it can "
-                "wait for it"
-            )
-        with self._lock:
-            if handle._done or self.helper is None:
-                return True
-            try:
-                received = self.helper.channel.receive(timeout_s)
-            except PeerLostError:
-                error: Exception | None = PeerLostError(
-                    f"{handle.path}: rank {handle._rank}: the writer process has died (it "
-                    f"{self.helper.exit_reason()}); the checkpoint is discarded by the next save",
-                    ranks=(handle._rank,),
-                )
-                self.helper.kill()  # if it has only closed its end
-            else:
-                if received is None:
-                    return False
-                failure, _ = received
-                error = None if failure is None else from_json(failure)
-            handle._settle(error)
-            return True
+        return self.last
 
     def close(self) -> None:
         """Let the process finish its current job and end."""
-        helper, staging = self.helper, self.staging
+        helper, staging, last = self.helper, self.staging, self.last
         self._reset()
         if helper is not None:
             helper.channel.shut_down()  # also if a forked child has it open
+            if last is not None:
+                last._leave()
             helper.channel.close()
             helper.wait(None)
             staging.close()
@@ -325,8 +336,7 @@ def async_save(
             mine.description.objects,
             config.load(config.Checkpoint).commit_timeout_s,
         )
-        handle = SaveHandle(saving.path, ranks.global_rank)
         fds = transaction.hand_over() if ranks.is_coordinator else ()
-        _writer.submit(handle, job, fds)
+        handle = _writer.submit(job, fds)
         transaction.release()
         return handle

@@ -105,8 +105,6 @@ class SaveOptions:
 
     def __post_init__(self) -> None:
         check_count("threads", self.threads)
-        if not isinstance(self.keep, Keep):
-            check_count("keep", self.keep)
         check_count("max_staging_bytes", self.max_staging_bytes)
 
 

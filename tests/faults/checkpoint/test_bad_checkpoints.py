@@ -288,8 +288,9 @@ def test_kinds_and_keys_that_do_not_fit(tmp_path: Path) -> None:
     for arguments in ({"threads": 0}, {"verify": "all"}, {"max_buffer_bytes": 0}):
         with pytest.raises(ArgumentError):
             load({"b": 1}, tmp_path / "x", **arguments)
-    with pytest.raises(ArgumentError, match="keep"):
-        save({"b": 1}, tmp_path / "x", keep=0)
+    for refused in (lambda: save({"b": 1}, tmp_path / "x-1", keep=0), lambda: Writer(keep=0)):
+        with pytest.raises(ArgumentError, match="keep: last must be at least 1, not 0"):
+            refused()
 
 
 def test_a_lost_folder_for_saving_is_an_error(tmp_path: Path) -> None:

@@ -149,6 +149,16 @@ def test_errors_surface_at_result_or_at_the_next_save(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["good", "next"]
 
 
+def test_a_save_whose_writer_was_left_is_not_reported_as_committed(tmp_path: Path) -> None:
+    handle = async_save({"w": torch.zeros(1000), "t": torch.zeros(4, 3)}, tmp_path / "step")
+    _writer.close()  # as at exit
+    assert handle.done()
+    for _ in range(2):
+        with pytest.raises(PeerLostError, match="was left before it reported"):
+            handle.result()
+    assert _loaded(latest(tmp_path)) == 0.0  # the writer has finished it all the same
+
+
 def test_the_writer_process_imports_no_torch() -> None:
     code = "import sys, torchrelay.checkpoint._writer_process; print('torch' in sys.modules)"
     found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)

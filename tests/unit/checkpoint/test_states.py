@@ -52,13 +52,26 @@ def test_a_missing_key_names_the_prefix_or_the_nearest_keys(tmp_path: Path) -> N
         load({"unlike_any": torch.ones(2, 2)}, tmp_path / "plain")
 
 
+@pytest.mark.parametrize(
+    ("launcher", "environ"),
+    [
+        ("torchrun", {"RANK": "0", "WORLD_SIZE": "2"}),
+        ("Open MPI", {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}),
+        ("MPICH", {"PMI_RANK": "1", "PMI_SIZE": "2"}),
+        ("Slurm", {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_STEP_ID": "0"}),
+    ],
+)
 @pytest.mark.parametrize("save_it", [save, async_save])
 def test_several_processes_without_a_group_cannot_save_to_one_path(
-    save_it: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    save_it: Any,
+    launcher: str,
+    environ: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ArgumentError, match=r"WORLD_SIZE is 2, .*no_dist=True"):
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ArgumentError, match=rf"{launcher} has started 2 processes, .*no_dist=True"):
         save_it({"step": 3}, tmp_path / "c")
     assert not (tmp_path / "c").exists()
     handle = save_it({"step": 3}, tmp_path / "c", no_dist=True)
