@@ -456,7 +456,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--size-mb", type=int, default=2048, help="of the state, over all ranks")
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--model", default="gpt2-xl", help="of bench_deferred.py")
     parser.add_argument(
         "--folder", help="where to write, and to keep figures; by default a temporary folder"

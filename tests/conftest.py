@@ -12,10 +12,12 @@ kill some of them.
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import re
 import signal
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -110,31 +112,22 @@ def _outcome_together(pyfuncitem: pytest.Function, marker: pytest.Mark) -> list[
 _PRIVATE_FOLDERS = ("/dev/shm", "/run/netns")
 
 
-# Parts of the ids of tests that come first: those that take longest, so that no worker has one left
-# at the end, in an order in which few of those that run at once start ranks by mpirun.
-_FIRST = (
-    "[sml-3",
-    "[openmpi-3",
-    "unit/deferred/test_zoo.py",
-    "faults/mpi/test_endings.py",
-    "multi/demo/test_demo.py",
-    "multi/test_printed_examples.py",
-    "faults/switching/test_kills.py",
-    "multi/compat/test_adapm_script.py",
-    "multi/switching/test_switcher.py",
-    "faults/mpi/test_failures.py",
-    "faults/parameters/test_missing_calls.py",
-    "[mpich-2",
-    "faults/aggregation/test_hosts_switch.py",
-    "[sml-5",
-    "[gloo-2",
-    "multi/mpi",
-)
+# Seconds that each group of tests took where they were recorded, by ``--record``.
+_DURATIONS = Path(__file__).parent / "durations.json"
+
+
+def _group(nodeid: str) -> str:
+    """Return what a test shares its worker with: tests whose ranks start together, or its file."""
+    launch = re.search(r"\[(openmpi|mpich|gloo|sml)-\d+", nodeid)
+    return f"{launch.group()}]" if launch else nodeid.partition("::")[0]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--sanitize", action="store_true", help="build the native tests with sanitizers"
+    )
+    parser.addoption(
+        "--record", action="store_true", help=f"write what tests took to {_DURATIONS.name}"
     )
 
 
@@ -147,10 +140,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    def place(item: pytest.Item) -> int:
-        return next((at for at, part in enumerate(_FIRST) if part in item.nodeid), len(_FIRST))
-
-    items.sort(key=place)
+    # The longest come first, so that no worker has one left at the end.
+    seconds = json.loads(_DURATIONS.read_text())
+    items.sort(key=lambda item: -seconds.get(_group(item.nodeid), 0))
     for item in items:
         # Ranks have a limit of their own, and the first test of those that share ranks runs all.
         if item.get_closest_marker("processes") and not item.get_closest_marker("timeout"):
@@ -164,10 +156,23 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
 
     class Scheduling(LoadFileScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
-            launch = re.search(r"\[(openmpi|mpich|gloo|sml)-\d+", nodeid)
-            return launch.group() if launch else super()._split_scope(nodeid)
+            return _group(nodeid)
 
     return Scheduling(config, log) if config.getoption("dist") == "loadfile" else None
+
+
+class _Recorder:
+    """Adds up the seconds of each group, and writes those that matter for the order."""
+
+    def __init__(self) -> None:
+        self._seconds: Counter[str] = Counter()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._seconds[_group(report.nodeid)] += report.duration  # type: ignore[assignment]
+
+    def pytest_sessionfinish(self) -> None:
+        recorded = {group: round(s) for group, s in self._seconds.most_common() if s >= 1}
+        _DURATIONS.write_text(json.dumps(recorded, indent=1) + "\n")
 
 
 def _take_share_of_cores() -> None:
@@ -190,6 +195,8 @@ def pytest_configure(config: pytest.Config) -> None:
     what a killed test run leaves there ends with it. It takes root; without it, see
     :func:`_left_behind`.
     """
+    if config.option.record and "PYTEST_XDIST_WORKER" not in os.environ:
+        config.pluginmanager.register(_Recorder())
     if "PYTEST_XDIST_WORKER" in os.environ:
         # It ignores interrupts, which processes of the tests would inherit.
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -158,7 +158,7 @@ bool Mailboxes::push(std::vector<Ended>& ended) {
   const std::size_t capacity = group_.shape().mailbox_bytes - sizeof(Ring);
   for (int to = 0; to < group_.size(); ++to) {
     auto& queue = outgoing_[static_cast<std::size_t>(to)];
-    bool told = false;
+    bool wrote = false;
     while (!queue.empty()) {
       Transfer& transfer = *queue.front();
       Ring& out = ring(group_.rank(), to);
@@ -177,12 +177,12 @@ bool Mailboxes::push(std::vector<Ended>& ended) {
       if (at + size == out.written.load(std::memory_order_relaxed)) break;  // the ring is full
       out.written.store(at + size, std::memory_order_release);
       transfer.moved_ += size;
-      told = moved = true;
+      wrote = moved = true;
       if (transfer.moved_ < transfer.data_.size_bytes) break;
       ended.push_back({queue.front(), nullptr});
       queue.pop_front();
     }
-    if (told) group_.notify(to);
+    if (wrote) group_.notify(to);
   }
   return moved;
 }
@@ -196,7 +196,7 @@ bool Mailboxes::pull(int from, std::vector<Ended>& ended) {
     const std::uint64_t at = in.read.load(std::memory_order_relaxed);
     const auto there = static_cast<std::size_t>(in.written.load(std::memory_order_acquire) - at);
     const auto size = std::min<std::size_t>(there, inbox.frame.size_bytes - inbox.got);
-    std::byte* to = inbox.target ? inbox.target->data_.data : inbox.aside.data();
+    std::byte* to = inbox.target ? inbox.target->data_.data : inbox.scratch.data();
     in.take(capacity, at, to + inbox.got, size);
     in.read.store(at + size, std::memory_order_release);
     inbox.got += size;
@@ -226,10 +226,10 @@ bool Mailboxes::open_frame(int from, std::vector<Ended>& ended) {
     if (auto error = mismatch_of(*inbox.target, from, inbox.frame)) {
       ended.push_back({inbox.target, error});
       inbox.target = nullptr;
-      inbox.frame.tag = -1;  // what is put aside is thrown away at the end
+      inbox.frame.tag = -1;  // what was kept in `scratch` is thrown away at the end
     }
   }
-  if (!inbox.target) inbox.aside.resize(inbox.frame.size_bytes);
+  if (!inbox.target) inbox.scratch.resize(inbox.frame.size_bytes);
   return true;
 }
 
@@ -240,7 +240,7 @@ void Mailboxes::close_frame(int from, std::vector<Ended>& ended) {
     inbox.target->source_ = from;
     ended.push_back({std::move(inbox.target), nullptr});
   } else if (inbox.frame.tag >= 0) {
-    inbox.unclaimed.emplace_back(inbox.frame, std::move(inbox.aside));
+    inbox.unclaimed.emplace_back(inbox.frame, std::move(inbox.scratch));
     // A receive may have been posted for it meanwhile.
     for (auto it = incoming_.begin(); it != incoming_.end(); ++it) {
       if (!claim_aside(*it, ended)) continue;
@@ -249,7 +249,7 @@ void Mailboxes::close_frame(int from, std::vector<Ended>& ended) {
     }
   }
   inbox.target = nullptr;
-  inbox.aside = {};
+  inbox.scratch = {};
 }
 
 bool Mailboxes::wanted(int from) const {
@@ -268,7 +268,7 @@ std::shared_ptr<Transfer> Mailboxes::claim(int from, std::int32_t tag) {
   return nullptr;
 }
 
-// Takes a message that was put aside, if there is one for this receive.
+// Takes a message that is kept unclaimed, if there is one for this receive.
 bool Mailboxes::claim_aside(const std::shared_ptr<Transfer>& transfer, std::vector<Ended>& ended) {
   for (int from = 0; from < group_.size(); ++from) {
     if (transfer->peer_ >= 0 && transfer->peer_ != from) continue;
@@ -358,7 +358,7 @@ void Mailboxes::fail_all(std::exception_ptr error) {
     for (auto& inbox : inboxes_)
       if (inbox.target) all.push_back(std::exchange(inbox.target, nullptr));
     for (auto& inbox : inboxes_)
-      if (inbox.open) inbox.aside.resize(inbox.frame.size_bytes);
+      if (inbox.open) inbox.scratch.resize(inbox.frame.size_bytes);
   }
   for (auto& transfer : all) transfer->ticket().finish(error);
 }

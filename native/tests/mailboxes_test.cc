@@ -83,7 +83,7 @@ TEST(tags_and_sources_choose_messages) {
        {world[0].send(a, 2, 1), world[0].send(b, 2, 2), world[1].send(c, 2, 1), world[1].send(nothing, 2, 9)})
     CHECK(t->ticket().done());
   std::vector<int> in_b(4), in_c(4), in_a(4), empty;
-  world[2].wait(world[2].receive(in_b, 0, 2));  // behind a, which is put aside
+  world[2].wait(world[2].receive(in_b, 0, 2));  // behind a, which is put scratch
   CHECK(in_b == b);
   world[2].wait(world[2].receive(in_c, 1, 1));
   CHECK(in_c == c);

@@ -128,7 +128,7 @@ def test_ranks_as_threads() -> None:
 
 def test_a_missing_rank_is_named() -> None:
     with pytest.raises(
-        OperationTimeoutError, match=r"rank 1 did not join the group within 0\.\d s"
+        OperationTimeoutError, match=r"rank 1 did not join the group within \d+\.\d s"
     ) as caught:
         Meeting(dist.HashStore(), 0, 2, 0.2).on_my_host()
     assert caught.value.ranks == (1,)

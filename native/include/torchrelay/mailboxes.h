@@ -55,7 +55,7 @@ class Mailboxes {
     Frame frame{};
     std::uint64_t got = 0;
     std::shared_ptr<Transfer> target;  // null: moved to memory
-    std::vector<std::byte> aside;
+    std::vector<std::byte> scratch;
     std::deque<std::pair<Frame, std::vector<std::byte>>> unclaimed;
   };
   struct Ended {

@@ -50,7 +50,7 @@ void Channel::run() noexcept {
     store.membership().fail(Code::kUnavailable, error.what());
   }
   try {
-    peers_.say_goodbye();
+    peers_.announce_departure();
   } catch (const std::exception&) {
     // The failure may keep this node from sending; the others then notice that it is silent.
   }

@@ -73,7 +73,7 @@ void PeerMonitor::handle_loss(const Message& message) {
   state_.store->membership().lose(loss);
 }
 
-void PeerMonitor::say_goodbye() {
+void PeerMonitor::announce_departure() {
   state_.outbox.flush_all();
   report_loss();
   for (std::uint32_t node = 0; node < state_.num_nodes(); ++node)

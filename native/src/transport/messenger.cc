@@ -238,11 +238,11 @@ void Messenger::deliver(const std::shared_ptr<Transfer>& transfer, Parked messag
 // A message that its receiver does not expect is received too: it would stay in shared memory.
 void Messenger::receive_local(const std::shared_ptr<Transfer>& transfer, int source, const Frame& frame) {
   const auto error = mismatch_of(*transfer, source, frame);
-  const auto aside = std::make_shared<std::vector<std::byte>>(error ? frame.size_bytes : 0);
-  const Block into = error ? Block{aside->data(), aside->size()} : transfer->data_;
+  const auto scratch = std::make_shared<std::vector<std::byte>>(error ? frame.size_bytes : 0);
+  const Block into = error ? Block{scratch->data(), scratch->size()} : transfer->data_;
   try {
     const auto local = receive_locally_(into, source, frame.local_tag, frame.code);
-    local->ticket().when_done([transfer, local, aside, error] {
+    local->ticket().when_done([transfer, local, scratch, error] {
       transfer->ticket().finish(error ? error : local->ticket().error());
     });
   } catch (const Error&) {

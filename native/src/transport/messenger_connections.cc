@@ -336,7 +336,7 @@ class Messenger::Incoming final : public FrameSink {
 
   std::byte* place() override {
     Connection& from = *connection_;
-    return from.target ? from.target->data_.data : from.aside.empty() ? nullptr : from.aside.data();
+    return from.target ? from.target->data_.data : from.scratch.empty() ? nullptr : from.scratch.data();
   }
 
   bool close() override {
@@ -365,7 +365,7 @@ bool Messenger::open_frame(const ConnectionPtr& connection, const Frame& frame, 
   Connection& from = *connection;
   Peer& peer = peer_of(from.rank);
   from.target = nullptr;
-  from.aside = {};
+  from.scratch = {};
   from.is_kept = false;
   if (frame.kind == FrameKind::kLeft) {
     peer.left = true;
@@ -400,7 +400,7 @@ bool Messenger::open_frame(const ConnectionPtr& connection, const Frame& frame, 
     }
   }
   try {
-    if (is_kept) from.aside.resize(frame.size_bytes);
+    if (is_kept) from.scratch.resize(frame.size_bytes);
   } catch (const std::exception&) {  // no frame has such a size
     lose(from.rank, kGarbled, then);
     return false;
@@ -420,14 +420,14 @@ void Messenger::close_frame(const ConnectionPtr& connection, Consequences& then)
   }
   if (!from.is_kept) return;
   if (frame.kind == FrameKind::kFailed) {
-    if (const auto error = decode(from.aside))
+    if (const auto error = decode(from.scratch))
       then.failure = error;
     else
       lose(from.rank, kGarbled, then);
     return;
   }
   if (failed_ || closed_) return;
-  Parked message{from.rank, frame, std::exchange(from.aside, {})};
+  Parked message{from.rank, frame, std::exchange(from.scratch, {})};
   // A receive may have been posted for it meanwhile.
   if (const auto transfer = claim(from.rank, frame.tag)) {
     deliver(transfer, std::move(message), then);

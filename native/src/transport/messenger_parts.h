@@ -36,9 +36,9 @@ struct Messenger::Connection {
 
   // Reading, with the messenger's lock.
   FrameReader reader{kBufferBytes};
-  std::shared_ptr<Transfer> target;  // its data gets the body; null: `aside` does, if it has the size
-  std::vector<std::byte> aside;
-  bool is_kept = false;  // what `aside` gets
+  std::shared_ptr<Transfer> target;  // its data gets the body; null: `scratch` does, if it has the size
+  std::vector<std::byte> scratch;
+  bool is_kept = false;  // what `scratch` gets
 
   // Writing, with the peer's lock, or the messenger's for a report.
   bool greets = false;          // this end made it

@@ -91,7 +91,7 @@ class CheckpointShard(torch.Tensor):
 def local_shape_and_offset(
     shape: Any, mesh: Any, placements: Any
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The shape and the offset of this rank's part of a distributed tensor."""
+    """Return the shape and the offset of this rank's part of a distributed tensor."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # noqa: PLC0415
 
     return compute_local_shape_and_global_offset(shape, mesh, placements)

@@ -48,7 +48,7 @@ def device_available(device: torch.device) -> bool:
 
 
 def default_generator(device: torch.device) -> torch.Generator:
-    """The generator that operations on ``device`` draw from if given none.
+    """Return the generator that operations on ``device`` draw from if given none.
 
     For a device that is absent here: a CPU generator of its own, with the seed that ``manual_seed``
     set.
@@ -193,7 +193,7 @@ def trunc_normal(
 def results_on_device(
     func: Any, args: Any, kwargs: Any, shadow: Callable[[torch.Tensor], torch.Tensor]
 ) -> Any:
-    """The results of ``func`` on fake tensors of torch, which know their device."""
+    """Return the results of ``func`` on fake tensors of torch, which know their device."""
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: PLC0415
     from torch.utils._pytree import tree_map_only  # noqa: PLC0415
 

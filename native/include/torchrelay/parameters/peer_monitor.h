@@ -20,7 +20,7 @@ class PeerMonitor {
   // Reports this node's loss to all others: at once, so that all name the first loss, not the nodes that
   // leave because of it; and once.
   void report_loss();
-  void say_goodbye();
+  void announce_departure();
   void handle_loss(const Message& message);
   void handle_goodbye(std::uint32_t node);
 
