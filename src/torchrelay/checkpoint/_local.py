@@ -1,8 +1,9 @@
 """Checkpoints in local folders and on mounted file systems: locks, atomic renames, cleanup.
 
 A save to ``ckpt/step-1`` writes into ``ckpt/.step-1.torchrelay-saving``, which becomes ``step-1``
-by one rename. Meanwhile the saver has locked ``ckpt/.step-1.torchrelay-lock``. Whatever kills the
-saver, its lock is gone with it, and the next save into ``ckpt`` removes what is left.
+by one rename. Meanwhile the saver has locked ``ckpt/.step-1.torchrelay-lock``. To remove
+``ckpt/step-1`` begins with the same lock and the reverse rename. Whatever kills the process, its
+lock is gone with it, and the next save into ``ckpt`` removes what is left.
 
 Files are removed one by one: those that a manifest of ours lists, and those whose names only we
 use, in folders whose names only we use. Whatever else is there is somebody else's and stays.
@@ -38,9 +39,8 @@ if TYPE_CHECKING:
 
 __all__ = ["LocalFolder", "LocalTransaction", "heads", "linked", "read_again", "remove", "sweep"]
 
-_LOCK, _SAVING, _TRASH = "torchrelay-lock", "torchrelay-saving", "torchrelay-trash"
+_LOCK, _SAVING = "torchrelay-lock", "torchrelay-saving"
 _UNFINISHED = re.compile(rf"\.(.+)\.(?:{_LOCK}|{_SAVING})", re.DOTALL)
-_REMOVED = re.compile(rf"\.(.+)\.[0-9a-f]{{8}}\.{_TRASH}", re.DOTALL)
 _NOTE = re.compile(rf"{NOTE_NAME.pattern}(\.new)?")
 F = TypeVar("F", bound="Folder")
 T = TypeVar("T")
@@ -267,17 +267,13 @@ class LocalTransaction:
     def __init__(self, path: str, *, fsync: bool = True) -> None:
         self._final = Path(os.path.abspath(path))
         self.location = str(self._final)
-        self._lock, self._saving = _unfinished(self._final.parent, self._final.name)
+        self._lock, self._saving = _unfinished(self._final)
         self._fsync = fsync
         self._lock_fd = -1
 
     def hand_over(self) -> tuple[int, ...]:
-        return (self._lock_fd,)
-
-    def release(self) -> None:
         fd, self._lock_fd = self._lock_fd, -1
-        if fd >= 0:
-            os.close(fd)
+        return (fd,)
 
     def take_over(self, save_id: str, fds: Sequence[int]) -> None:
         (self._lock_fd,) = fds
@@ -316,14 +312,12 @@ class LocalTransaction:
             return self._lock.read_bytes() == save_id.encode()
         return False
 
-    def under_way(self, save_id: str) -> bool:
+    def is_committed(self, save_id: str) -> bool | None:
         with contextlib.suppress(FileNotFoundError), open(self._lock, "rb") as file:
-            return file.read() == save_id.encode() and _is_locked(file.fileno())
-        return False
-
-    def committed_id(self) -> str | None:
+            if file.read() == save_id.encode() and _is_locked(file.fileno()):
+                return None
         head = _head(self._final)
-        return head and head.id
+        return head is not None and head.id == save_id
 
     def begin(self) -> str:
         with storage_errors(f"beginning to save {self._final}"):
@@ -433,7 +427,7 @@ class LocalTransaction:
     def discard(self) -> None:
         fd, self._lock_fd = self._lock_fd, -1
         if fd >= 0:
-            _remove_unfinished(self._lock, self._saving, fd)
+            _clean_up(self._final, fd)
 
 
 def _exchange(one: str, other: str) -> None:
@@ -449,15 +443,24 @@ def _exchange(one: str, other: str) -> None:
         raise OSError(code, os.strerror(code), one, None, other)
 
 
-def _unfinished(parent: Path, name: str) -> tuple[Path, Path]:
-    """Return the lock and the folder of a save to ``name`` in ``parent``."""
-    return parent / f".{name}.{_LOCK}", parent / f".{name}.{_SAVING}"
+def _unfinished(final: Path) -> tuple[Path, Path]:
+    """Return the lock of a save to ``final`` or its removal, and the folder meanwhile."""
+    return final.with_name(f".{final.name}.{_LOCK}"), final.with_name(f".{final.name}.{_SAVING}")
 
 
-def _remove_unfinished(lock: Path, saving: Path, fd: int) -> None:
-    """Remove the folder of a save whose lock this process has, and the lock."""
+def _clean_up(final: Path, fd: int) -> None:
+    """Remove the folder of a save or a removal whose lock this process has, and the lock.
+
+    If files of others are in the folder, it gets its name back.
+    """
+    lock, saving = _unfinished(final)
     with contextlib.suppress(OSError):  # the next save tries again
-        _clear(saving)
+        try:
+            _clear(saving)
+        except OSError as error:
+            if error.errno != errno.ENOTEMPTY:
+                raise
+            os.rename(saving, final)
         _unlink(lock)
     os.close(fd)
 
@@ -527,10 +530,16 @@ def remove(path: str) -> None:
         CorruptionError, UnsupportedError: it is not a checkpoint of ours.
         StorageError: it cannot be removed.
     """
-    folder = Path(path)
-    _claims(folder)
+    final = Path(path)
+    lock, saving = _unfinished(final)
+    _claims(final)
     with storage_errors(f"removing {path}"):
-        _throw_away(folder)
+        fd = _lock(lock)
+        if fd is not None:  # no save replaces it
+            try:
+                os.rename(final, saving)
+            finally:
+                _clean_up(final, fd)
 
 
 def sweep(parent: str) -> None:
@@ -538,38 +547,17 @@ def sweep(parent: str) -> None:
     with os.scandir(parent) as entries:
         names = [entry.name for entry in entries if not entry.is_symlink()]
     for name in {match[1] for match in map(_UNFINISHED.fullmatch, names) if match}:
-        lock, saving = _unfinished(Path(parent), name)
+        final = Path(parent, name)
         with contextlib.suppress(OSError):  # another user's: that user's next save can
-            fd = _lock(lock)
+            fd = _lock(_unfinished(final)[0])
             if fd is not None:
-                _remove_unfinished(lock, saving, fd)
-    for name in filter(_REMOVED.fullmatch, names):
-        with contextlib.suppress(OSError):
-            _throw_away(Path(parent, name))
+                _clean_up(final, fd)
 
 
 def _unlink(path: Path) -> None:
     # a folder of that name is not ours
     with contextlib.suppress(FileNotFoundError, IsADirectoryError):
         os.unlink(path)
-
-
-def _throw_away(path: Path) -> None:
-    """Rename a checkpoint, so that no process sees half of it, and remove our files in it.
-
-    If files of others are left, the folder gets its name back.
-    """
-    found, trash = _REMOVED.fullmatch(path.name), path
-    if found is None:
-        trash = path.with_name(f".{path.name}.{secrets.token_hex(4)}.{_TRASH}")
-        os.rename(path, trash)
-    try:
-        _clear(trash)
-    except OSError as error:
-        if error.errno != errno.ENOTEMPTY:
-            raise
-        with contextlib.suppress(OSError):  # the name is in use again
-            os.rename(trash, trash.with_name(found[1] if found else path.name))
 
 
 def _clear(folder: Path) -> None:

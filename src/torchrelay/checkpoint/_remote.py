@@ -277,10 +277,8 @@ class RemoteTransaction(_Store):
             self._id = ""
 
     def hand_over(self) -> tuple[int, ...]:
-        return ()
-
-    def release(self) -> None:
         self._id = ""
+        return ()
 
     def take_over(self, save_id: str, fds: Sequence[int]) -> None:
         self._id = save_id
@@ -291,12 +289,12 @@ class RemoteTransaction(_Store):
     def read_note(self, name: str) -> bytes | None:
         return self.content(name)
 
-    def under_way(self, save_id: str) -> bool:
-        return self.is_marked(save_id) and self.committed_id() is None
-
-    def committed_id(self) -> str | None:
+    def is_committed(self, save_id: str) -> bool | None:
+        is_marked = self.is_marked(save_id)  # asked first, as a commit ends with its removal
         head = self.head()
-        return head and head.id
+        if head is None and is_marked:
+            return None
+        return head is not None and head.id == save_id
 
 
 def heads(url: str) -> dict[str, Head]:

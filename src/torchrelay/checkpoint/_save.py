@@ -338,5 +338,6 @@ def async_save(
         )
         fds = transaction.hand_over() if ranks.is_coordinator else ()
         handle = _writer.submit(job, fds)
-        transaction.release()
+        for fd in fds:
+            os.close(fd)
         return handle

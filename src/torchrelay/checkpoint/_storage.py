@@ -129,10 +129,9 @@ class Transaction(Protocol):
         """Remove what was written. Coordinator only; does nothing after :meth:`commit`."""
 
     def hand_over(self) -> tuple[int, ...]:
-        """Return the file descriptors that another process needs to continue this save."""
-
-    def release(self) -> None:
-        """Leave the save to the process that it was handed over to."""
+        """Leave the save to another process. Returns the file descriptors that it needs, which the
+        caller closes. Coordinator only.
+        """
 
     def take_over(self, save_id: str, fds: Sequence[int]) -> None:
         """Continue a save that another process has started. Takes ownership of the descriptors."""
@@ -151,11 +150,10 @@ class Transaction(Protocol):
             PeerLostError: its writer has died.
         """
 
-    def under_way(self, save_id: str) -> bool:
-        """Return whether the coordinator lives and has not ended the save."""
-
-    def committed_id(self) -> str | None:
-        """Return the id of the checkpoint that is at the path now."""
+    def is_committed(self, save_id: str) -> bool | None:
+        """Return whether the save was committed; None while the coordinator lives and has not
+        ended it.
+        """
 
 
 def text_of(path: Path) -> str:

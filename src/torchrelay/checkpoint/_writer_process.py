@@ -166,8 +166,9 @@ class _Writing:
 
     def _await_commit(self) -> None:
         save_id, coordinator = self._job.save_id, self._job.ranks[0]
-        self._wait(lambda: [coordinator] if self._transaction.under_way(save_id) else [])
-        if self._transaction.committed_id() != save_id:
+        is_committed = self._transaction.is_committed
+        self._wait(lambda: [coordinator] if is_committed(save_id) is None else [])
+        if not is_committed(save_id):
             raise PeerLostError(
                 f"{self._job.path}: the checkpoint was discarded; look at the output of rank "
                 f"{coordinator}, which coordinates the save, for the reason",

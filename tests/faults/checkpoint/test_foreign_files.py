@@ -138,6 +138,25 @@ def test_files_of_others_inside_a_checkpoint_stay(tmp_path: Path) -> None:
         save(_state(2), tmp_path / "step-0")
 
 
+def test_files_of_others_get_their_folder_back_after_a_removal_that_was_killed(
+    tmp_path: Path,
+) -> None:
+    save(_state(0), tmp_path / "step-0", fsync=False)
+    (tmp_path / "step-0" / "config.json").write_text("mine")
+    (tmp_path / "step-0").rename(tmp_path / ".step-0.torchrelay-saving")
+    save(_state(1), tmp_path / "step-1", fsync=False)
+    assert sorted(os.listdir(tmp_path)) == ["step-0", "step-1"]
+    assert os.listdir(tmp_path / "step-0") == ["config.json"]
+    # The name is in use again: the folder stays hidden, and its name cannot be saved or removed.
+    (tmp_path / ".step-1.torchrelay-saving").mkdir()
+    (tmp_path / ".step-1.torchrelay-saving" / "config.json").write_text("mine")
+    with pytest.raises(StorageError, match=r"removing .*step-1: Directory not empty"):
+        save(_state(2), tmp_path / "step-2", keep=1, fsync=False)
+    assert os.listdir(tmp_path / ".step-1.torchrelay-saving") == ["config.json"]
+    for step in (1, 2):
+        verify(tmp_path / f"step-{step}")
+
+
 def test_a_file_that_appears_during_a_save_is_not_lost(tmp_path: Path) -> None:
     save(_state(0), tmp_path / "x", fsync=False)
 

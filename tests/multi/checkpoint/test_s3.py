@@ -231,7 +231,8 @@ def test_a_marker_that_goes_away_between_two_looks(
 ) -> None:
     transaction = open_transaction(f"{store}/step-1")
     save_id = transaction.begin()
-    assert transaction.under_way(save_id) and not transaction.under_way("of another save")
+    assert transaction.is_committed(save_id) is None
+    assert transaction.is_committed("of another save") is False
     fs, root = fsspec.core.url_to_fs(f"{store}/step-1")
     exists = fs.exists
 
@@ -242,11 +243,10 @@ def test_a_marker_that_goes_away_between_two_looks(
         return found
 
     monkeypatch.setattr(fs, "exists", removed_after)
-    assert transaction.under_way(save_id)  # one look, or none
+    assert transaction.is_committed(save_id) is None  # one look, or none
     monkeypatch.undo()
     fs.rm_file(f"{root}/torchrelay-saving.json")
-    assert not transaction.under_way(save_id)
-    assert transaction.committed_id() is None
+    assert transaction.is_committed(save_id) is False
     transaction.discard()
 
 
