@@ -3,7 +3,7 @@ machine.
 
     sudo python examples/aggregation_switch.py --hosts 3 --ranks-per-host 2
 
-Each host is a network namespace with one link to a namespace in which ``torchrelay switch`` runs.
+Each host is a network namespace with one link to a namespace in which a switch runs.
 The same model is trained over ``sml`` and over Gloo. Needs root and the commands ip, nsenter and
 unshare; leaves nothing behind.
 On real machines: ``torchrelay switch`` on one, and this file's ``train`` under torchrun on the

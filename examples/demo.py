@@ -18,8 +18,9 @@ from torchrelay.deferred import deferred_init, materialize_module
 from torchrelay.demo.code_graph import standard_library_graph
 from torchrelay.demo.evaluation import (
     Answers,
+    MostFrequent,
     RankingMetrics,
-    frequency_scorer,
+    Scorer,
     rank_answers,
     sum_metrics,
     with_reciprocals,
@@ -64,17 +65,18 @@ def main(epochs: int) -> None:
     ) as table:
         model = build(graph, options.dim, table)
         Trainer(model, options).train(
-            Batches.of(graph, options, world), on_epoch=lambda epoch, loss: None
+            Batches(graph, options, world), on_epoch=lambda epoch, loss: None
         )
         table.sync()
         model = model.gathered()
 
     # Each rank answers its share of the questions; sums of shares add up.
     questions = with_reciprocals(graph.test, len(graph.relations))[world.rank :: world.size]
-    for name, scorer in {
+    scorers: dict[str, Scorer] = {
         "the model": model.score_all,
-        "the most frequent answer": frequency_scorer(graph),
-    }.items():
+        "the most frequent answer": MostFrequent.of(graph),
+    }
+    for name, scorer in scorers.items():
         sums = sum_metrics(rank_answers(scorer, questions, Answers(graph)))
         dist.all_reduce(sums)
         metrics = RankingMetrics.from_sums(sums)

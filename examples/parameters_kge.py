@@ -26,9 +26,9 @@ from torch import Tensor
 from torchrelay.demo.code_graph import standard_library_graph
 from torchrelay.demo.evaluation import (
     Answers,
+    MostFrequent,
     RankingMetrics,
     Scorer,
-    frequency_scorer,
     rank_answers,
     sum_metrics,
     with_reciprocals,
@@ -229,7 +229,7 @@ def main() -> None:
             progress.step(batch.epoch, loss.detach())
         model = gathered(graph, table, options.dim)
         metrics = evaluate(model.score_all, graph, table, options.questions)
-        baseline = evaluate(frequency_scorer(graph), graph, table, options.questions)
+        baseline = evaluate(MostFrequent.of(graph), graph, table, options.questions)
         if table.worker_index == 0:
             show(model, graph)
             print(

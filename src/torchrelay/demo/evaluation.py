@@ -13,17 +13,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchrelay.demo.triples import Graph
 from torchrelay.errors import ArgumentError
 
 __all__ = [
     "Answers",
+    "MostFrequent",
     "RankingMetrics",
     "Scorer",
-    "count_answers",
-    "frequency_scorer",
     "rank_answers",
     "sum_metrics",
     "with_reciprocals",
@@ -118,16 +117,26 @@ def sum_metrics(ranks: Tensor) -> Tensor:
     )
 
 
-def count_answers(graph: Graph) -> Tensor:
-    """Count how often each entity answers a question with each relation in train, float32
-    ``(2 * relations, entities)``.
+class MostFrequent(nn.Module):
+    """The baseline: answers each question with the objects most frequent with its relation in
+    train.
     """
-    train = with_reciprocals(graph.train, len(graph.relations))
-    counts = torch.zeros(2 * len(graph.relations), len(graph.entities))
-    return counts.index_put_((train[:, 1], train[:, 2]), torch.ones(len(train)), accumulate=True)
 
+    counts: Tensor
+    """How often each entity answers each relation, float32 ``(2 * relations, entities)``."""
 
-def frequency_scorer(graph: Graph) -> Scorer:
-    """Return the baseline: the objects most frequent with the relation in train."""
-    counts = count_answers(graph)
-    return lambda _, relations: counts[relations]
+    def __init__(self, entities: int, relations: int) -> None:
+        super().__init__()
+        self.register_buffer("counts", torch.zeros(2 * relations, entities))
+
+    @classmethod
+    def of(cls, graph: Graph) -> MostFrequent:
+        made = cls(len(graph.entities), len(graph.relations))
+        _, relations, objects = with_reciprocals(graph.train, len(graph.relations)).unbind(1)
+        ones = torch.ones(len(objects))
+        made.counts.index_put_((relations, objects), ones, accumulate=True)
+        return made
+
+    def forward(self, subjects: Tensor, relations: Tensor) -> Tensor:
+        """Return float32 scores ``(b, entities)`` for int64 subjects and relations ``(b,)``."""
+        return self.counts[relations]

@@ -1,22 +1,21 @@
 """Several hosts on one machine: network namespaces, each with one link to an aggregation switch.
 
-The namespaces have no names. Each is held by a process, and the kernel removes it, with its links,
-when the last process in it ends.
+This process moves into the namespace of the switch; that of each host starts with its torchrun.
+None has a name: the kernel removes a namespace, with its links, when the last process in it ends.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
+import ctypes
 import os
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
-from torchrelay._python import code_command
+from torchrelay.aggregation.switch import SwitchServer, UdpDataPlane
 from torchrelay.errors import UnavailableError
 
 __all__ = ["run_on_hosts"]
@@ -26,7 +25,25 @@ _SWITCH = f"{_SUBNET}.254"
 _PORT = 29500
 _GRACE_S = 30.0
 _TOOLS = ("ip", "nsenter", "unshare")
-_SERVE = "from torchrelay.cli import main; main()"
+_CLONE_NEWNET = 0x40000000
+
+_BRIDGE = f"""
+ip link set lo up
+ip link add ports type bridge
+ip addr add {_SWITCH}/24 dev ports
+ip link set ports up
+"""
+
+# Arguments: the process of the switch, this host's address, and what to run.
+_PLUG_IN = """
+switch=$1 address=$2; shift 2
+ip link set lo up
+ip link add eth0 type veth peer name "port$$" netns "$switch"
+nsenter --target "$switch" --net ip link set "port$$" master ports up
+ip addr add "$address/24" dev eth0
+ip link set eth0 up
+exec "$@"
+"""
 
 
 def run_on_hosts(
@@ -35,6 +52,8 @@ def run_on_hosts(
     """Run ``torchrun ... program`` on each of ``hosts`` simulated hosts, whose gradients an
     aggregation switch sums; print the switch's statistics, and return an exit code.
 
+    The calling thread, and what it starts from now on, has no other network.
+
     Raises:
         UnavailableError: there are no network namespaces here.
     """
@@ -42,17 +61,17 @@ def run_on_hosts(
     if os.geteuid() != 0 or absent:
         needed = f"the commands {', '.join(absent)} (iproute2, util-linux)" if absent else "root"
         raise UnavailableError(f"simulated hosts are network namespaces, which need {needed}")
+    if ctypes.CDLL(None, use_errno=True).unshare(_CLONE_NEWNET) != 0:
+        reason = os.strerror(ctypes.get_errno())
+        raise UnavailableError(f"no network namespace can be made here: {reason}")
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda received, _: sys.exit(128 + received))  # ends what was started
+    subprocess.run(["sh", "-ec", _BRIDGE], check=True)
     with contextlib.ExitStack() as stack:
-        ports, pids = _network(stack, hosts)
-        serve = [*code_command(_SERVE), "switch", "--address", _SWITCH, "--json"]
-        switch = stack.enter_context(_running(ports, serve, environ, subprocess.PIPE))
-        assert switch.stdout is not None
-        if not switch.stdout.readline():
-            raise UnavailableError("the switch did not start; see its message above")
+        switch = stack.enter_context(SwitchServer(UdpDataPlane(_SWITCH)))
         jobs = []
-        for host, pid in enumerate(pids):
+        for host in range(hosts):
+            address = f"{_SUBNET}.{host + 1}"
             where = [f"--nnodes={hosts}", f"--node-rank={host}"]
             where += [f"--master-addr={_SUBNET}.1", f"--master-port={_PORT}"]
             mine = {
@@ -62,76 +81,26 @@ def run_on_hosts(
                 "TORCH_CPP_LOG_LEVEL": "ERROR",  # torch warns of addresses without a name
                 **environ,
             }
-            job = _running(pid, [*torchrun, *where, *program], mine)
-            jobs.append(stack.enter_context(job))
+            plug_in = ["sh", "-ec", _PLUG_IN, "sh", str(os.getpid()), address]
+            job = subprocess.Popen(
+                ["unshare", "--net", *plug_in, *torchrun, *where, *program],
+                env=mine,
+                start_new_session=True,  # Ctrl-C reaches this process only
+            )
+            stack.callback(_end, job)
+            jobs.append(job)
         codes = [job.wait() for job in jobs]
-        switch.send_signal(signal.SIGINT)
-        totals = json.loads(switch.stdout.read().splitlines()[-1])
+        counts = switch.stats().counts
         print(
-            f"switch: {totals['received']:,} packets in, {totals['completed']:,} sums, "
-            f"{totals['sent']:,} packets out"
+            f"switch: {counts['received']:,} packets in, {counts['completed']:,} sums, "
+            f"{counts['sent']:,} packets out"
         )
-        return next((abs(code) for code in codes if code), 0)
+    return next((abs(code) for code in codes if code), 0)
 
 
-def _network(stack: contextlib.ExitStack, hosts: int) -> tuple[int, list[int]]:
-    """Return the processes that hold the switch's namespace and those of the hosts."""
-    ports = stack.enter_context(_namespace())
-    _ip(ports, "link set lo up", "link add ports type bridge")
-    _ip(ports, f"addr add {_SWITCH}/24 dev ports", "link set ports up")
-    pids = []
-    for host in range(hosts):
-        pid = stack.enter_context(_namespace())
-        _ip(ports, f"link add port{host} type veth peer name eth0 netns {pid}")
-        _ip(ports, f"link set port{host} master ports up")
-        _ip(pid, "link set lo up", f"addr add {_SUBNET}.{host + 1}/24 dev eth0")
-        _ip(pid, "link set eth0 up")
-        pids.append(pid)
-    return ports, pids
-
-
-@contextlib.contextmanager
-def _namespace() -> Iterator[int]:
-    """Start a process in a new network namespace; it ends with the context, or with this
-    process.
-    """
-    with subprocess.Popen(
-        ["unshare", "--net", "sh", "-c", "echo; exec cat"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        start_new_session=True,  # Ctrl-C reaches this process only
-    ) as holder:
-        assert holder.stdin is not None and holder.stdout is not None
-        if not holder.stdout.readline():
-            raise UnavailableError("no network namespace can be made here: see the message above")
-        try:
-            yield holder.pid
-        finally:
-            holder.stdin.close()
-
-
-def _ip(pid: int, *lines: str) -> None:
-    command = ["nsenter", f"--net=/proc/{pid}/ns/net", "ip", "-batch", "-"]
-    subprocess.run(command, input="\n".join(lines), text=True, check=True)
-
-
-@contextlib.contextmanager
-def _running(
-    pid: int, command: Sequence[str], environ: Mapping[str, str], stdout: Any = None
-) -> Iterator[subprocess.Popen[str]]:
-    """Run a command in a namespace; it ends with the context."""
-    with subprocess.Popen(
-        ["nsenter", f"--net=/proc/{pid}/ns/net", *command],
-        env=environ,
-        stdout=stdout,
-        text=True,
-        start_new_session=True,
-    ) as process:
-        try:
-            yield process
-        finally:
-            process.terminate()
-            try:
-                process.wait(_GRACE_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
+def _end(job: subprocess.Popen[bytes]) -> None:
+    job.terminate()
+    try:
+        job.wait(_GRACE_S)
+    except subprocess.TimeoutExpired:
+        job.kill()

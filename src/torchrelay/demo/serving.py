@@ -8,18 +8,18 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from torchrelay._python import code_command
-from torchrelay.demo.evaluation import count_answers
+from torchrelay.demo.evaluation import MostFrequent
 from torchrelay.demo.model import ComplEx
 from torchrelay.demo.triples import Graph
 from torchrelay.switching import ModelStore, Switcher
 
-__all__ = ["MostFrequent", "ServedComplEx", "SwitchTimes", "compare_switches"]
+__all__ = ["ServedComplEx", "compare_switches"]
 
 _ROUNDS = 20
 _QUESTIONS = 16
@@ -45,38 +45,9 @@ class ServedComplEx(ComplEx):
         return self.score_all(subjects, relations)
 
 
-class MostFrequent(nn.Module):
-    """The baseline: answers each question with the objects most frequent with its relation in
-    train.
-    """
-
-    counts: Tensor
-
-    def __init__(self, entities: int, relations: int) -> None:
-        super().__init__()
-        self.register_buffer("counts", torch.zeros(2 * relations, entities))
-
-    @classmethod
-    def of(cls, graph: Graph) -> MostFrequent:
-        made = cls(len(graph.entities), len(graph.relations))
-        made.counts.copy_(count_answers(graph))
-        return made
-
-    def forward(self, subjects: Tensor, relations: Tensor) -> Tensor:
-        """Return float32 scores ``(b, entities)`` for int64 subjects and relations ``(b,)``."""
-        return self.counts[relations]
-
-
-@dataclass(frozen=True)
-class SwitchTimes:
-    """Median seconds until a request is answered."""
-
-    switched_s: float  # the other model ran before; both are resident
-    ready_s: float  # the model is alone in this process, and has just run
-    restarted_s: float  # by a new process that imports torch, loads the model and answers
-
-
-def compare_switches(graph: Graph, dim: int, checkpoint: str, file: str) -> SwitchTimes:
+def compare_switches(
+    graph: Graph, dim: int, checkpoint: str, file: str
+) -> tuple[float, float, float]:
     """Serve two models of a checkpoint alternately, and compare with the usual ways. Blocks.
 
     Args:
@@ -84,50 +55,34 @@ def compare_switches(graph: Graph, dim: int, checkpoint: str, file: str) -> Swit
             (:class:`MostFrequent`).
         file: the same model, written by ``torch.save``.
 
+    Returns seconds until a request is answered: medians for a model whose other ran before, both
+    resident, and for a model alone in this process, which has just run; and once by a new process
+    that imports torch, loads the model and answers.
+
     Raises:
         TorchRelayError: the checkpoint does not fit, or a worker process cannot be started.
         AssertionError: an answer is not that of the model in this process.
     """
-    entities, relations = len(graph.entities), len(graph.relations)
-    sizes = {"entities": entities, "relations": relations}
+    sizes = {"entities": len(graph.entities), "relations": len(graph.relations)}
+    complex_sizes = {**sizes, "dim": dim}
     question = {"subjects": graph.test[:_QUESTIONS, 0], "relations": graph.test[:_QUESTIONS, 1]}
-    inputs = dict.fromkeys(question, (torch.int64, (-1,)))
+    ready = ServedComplEx(**complex_sizes)
+    ready.load_state_dict(torch.load(file, weights_only=True)["model"])
     with ModelStore() as store:
-        complex_sizes = {**sizes, "dim": dim}
-        for name, factory, kwargs, prefix in (
-            ("trained", ServedComplEx, complex_sizes, "model."),
-            ("baseline", MostFrequent, sizes, "baseline."),
-        ):
-            store.add(
-                name,
-                factory,
-                kwargs=kwargs,
-                weights=checkpoint,
-                weights_prefix=prefix,
-                inputs=inputs,
-            )
-        ready = ServedComplEx(**complex_sizes)
-        ready.load_state_dict(torch.load(file, weights_only=True)["model"])
+        inputs = dict.fromkeys(question, (torch.int64, (-1,)))
+        add = partial(store.add, weights=checkpoint, inputs=inputs)
+        add("trained", ServedComplEx, kwargs=complex_sizes, weights_prefix="model.")
+        add("baseline", MostFrequent, kwargs=sizes, weights_prefix="baseline.")
         arena_bytes = sum(store.get(name).size_bytes for name in store.names()) + (1 << 20)
-        with Switcher(store, arena_bytes=arena_bytes) as switcher:
-            for name in store.names():
+        with Switcher(store, arena_bytes=arena_bytes) as switcher, torch.inference_mode():
+            for name, model in (("trained", ready), ("baseline", MostFrequent.of(graph))):
                 switcher.load(name)
-            with torch.inference_mode():
-                expected = {
-                    "trained": ready(**question),
-                    "baseline": MostFrequent.of(graph)(**question),
-                }
-                for name, scores in expected.items():
-                    torch.testing.assert_close(switcher.infer(name, question)["output"], scores)
-                ready_s = _median(lambda: ready(**question))
+                answer = switcher.infer(name, question)["output"]
+                torch.testing.assert_close(answer, model(**question))
+            ready_s = _median(lambda: ready(**question))
             both_s = _median(lambda: [switcher.infer(name, question) for name in store.names()])
-    restarted_s = _seconds(
-        lambda: subprocess.run(
-            [*code_command(_RESTART), file, str(entities), str(relations), str(dim)],
-            check=True,
-        )
-    )
-    return SwitchTimes(both_s / 2, ready_s, restarted_s)
+    restart = [*code_command(_RESTART), file, *map(str, complex_sizes.values())]
+    return both_s / 2, ready_s, _seconds(lambda: subprocess.run(restart, check=True))
 
 
 def _seconds(call: Callable[[], object]) -> float:

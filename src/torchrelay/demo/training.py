@@ -8,9 +8,7 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -26,58 +24,51 @@ from torchrelay.errors import ArgumentError
 from torchrelay.parameters import Embedding, IntentLoader, TableWeight
 from torchrelay.world import World
 
-__all__ = ["Batches", "Trainer", "compare_all_reduce", "compare_lookups", "compare_steps"]
+__all__ = ["Batches", "SparseEntities", "Trainer", "compare", "look_up"]
 
 _ROUNDS = 13
 
+Call = Callable[[Tensor, Tensor], object]
+"""Takes triples and negatives of a step."""
 
-@dataclass(frozen=True)
+
 class Batches:
-    """The batches of training: this rank's share of each, and its own negatives."""
+    """The batches of training: this rank's share of each, and its own negatives.
 
-    triples: Tensor
-    entities: int
-    batch_size: int
-    negatives: int
-    seed: int
-    world: World
+    Raises:
+        ArgumentError: there are fewer facts in a batch than ranks.
+    """
 
-    @classmethod
-    def of(cls, graph: Graph, options: DemoOptions, world: World) -> Batches:
-        triples = with_reciprocals(graph.train, len(graph.relations))
+    def __init__(self, graph: Graph, options: DemoOptions, world: World) -> None:
+        self._world, self._seed = world, options.seed
+        self._triples = with_reciprocals(graph.train, len(graph.relations))
+        self._entities = len(graph.entities)
+        self._negatives = min(options.negatives, self._entities)
         # Every rank takes the same number of facts, so that the mean of their gradients is the
         # batch's.
-        batch_size = min(options.batch_size, len(triples)) // world.size * world.size
-        if batch_size == 0:
+        num_facts = len(self._triples)
+        self._batch_size = min(options.batch_size, num_facts) // world.size * world.size
+        if self._batch_size == 0:
             raise ArgumentError(
                 f"{world.size} processes need at least {world.size} facts in a batch; there are "
-                f"{len(triples)}, of which --batch-size takes {options.batch_size}"
+                f"{num_facts}, of which --batch-size takes {options.batch_size}"
             )
-        negatives = min(options.negatives, len(graph.entities))
-        return cls(triples, len(graph.entities), batch_size, negatives, options.seed, world)
-
-    @property
-    def steps(self) -> int:
-        """Return the steps of an epoch; facts that do not fill a batch are left out."""
-        return len(self.triples) // self.batch_size
+        # In an epoch. Facts that do not fill a batch are left out.
+        self.steps = num_facts // self._batch_size
 
     def epoch(self, number: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield triples ``(batch_size / ranks, 3)`` and negatives ``(k,)`` of each step of an
         epoch.
         """
-        shuffle = torch.Generator().manual_seed(self._seed(number, 0))
-        draw = torch.Generator().manual_seed(self._seed(number, 1 + self.world.rank))
-        order = torch.randperm(len(self.triples), generator=shuffle)
-        for step in range(self.steps):
-            batch = order[step * self.batch_size : (step + 1) * self.batch_size]
-            share = self.triples[batch[self.world.rank :: self.world.size]]
-            yield share, torch.randperm(self.entities, generator=draw)[: self.negatives]
+        shuffle, draw = (self._generator(number, stream) for stream in (0, 1 + self._world.rank))
+        order = torch.randperm(len(self._triples), generator=shuffle)
+        for batch in torch.split(order, self._batch_size)[: self.steps]:
+            share = self._triples[batch[self._world.rank :: self._world.size]]
+            yield share, torch.randperm(self._entities, generator=draw)[: self._negatives]
 
-    def _seed(self, epoch: int, stream: int) -> int:
-        """Return a seed that differs for all epochs and streams, and from those of the next
-        seed.
-        """
-        return (self.seed * 1_000_003 + epoch) * 10_007 + stream
+    def _generator(self, epoch: int, stream: int) -> torch.Generator:
+        """Return one that differs for all epochs and streams, and from those of the next seed."""
+        return torch.Generator().manual_seed((self._seed * 1_000_003 + epoch) * 10_007 + stream)
 
 
 class Trainer:
@@ -157,70 +148,39 @@ class Trainer:
             self._entities.table.set_learning_rate(rate)
 
 
-def compare_steps(
-    models: Mapping[str, ComplEx],
-    batches: Batches,
-    options: DemoOptions,
-    groups: Mapping[str, dist.ProcessGroup],
-) -> dict[str, float]:
-    """Return the median seconds of a training step of each model, over the group of its name."""
-    calls = {name: Trainer(model, options, groups[name]).step for name, model in models.items()}
-    return _in_turns(calls, batches)
-
-
-def compare_lookups(
-    embedding: Embedding,
-    rows: Tensor,
-    batches: Batches,
-    options: DemoOptions,
-    group: dist.ProcessGroup,
-) -> dict[str, float]:
-    """Return the median seconds of the work of a step on entities: lookup, gradients, update.
-
-    ``table`` does it by ``embedding``; ``sparse`` as torch does, with ``nn.Embedding(sparse=True)``
-    in DistributedDataParallel over ``group`` and its sparse Adagrad, starting from ``rows``.
+class SparseEntities:
+    """The usual way to do the work of a step on entities: ``nn.Embedding(sparse=True)``, starting
+    from ``rows``, in DistributedDataParallel over ``group``, with torch's sparse Adagrad.
     """
-    theirs = nn.Embedding.from_pretrained(rows.clone(), freeze=False, sparse=True)  # type: ignore[no-untyped-call]
-    parallel = DistributedDataParallel(theirs, process_group=group)
-    optimizer = torch.optim.Adagrad(theirs.parameters(), lr=options.learning_rate)
-    # Without this choice torch warns.
-    torch.sparse.check_sparse_tensor_invariants.disable()  # type: ignore[no-untyped-call]
 
-    def look_up(module: nn.Module, triples: Tensor, negatives: Tensor) -> None:
-        found = module(entities_of(triples, negatives))
-        found.backward(torch.full_like(found, 1e-3))
+    def __init__(self, rows: Tensor, options: DemoOptions, group: dist.ProcessGroup) -> None:
+        embedding = nn.Embedding.from_pretrained(rows.clone(), freeze=False, sparse=True)  # type: ignore[no-untyped-call]
+        self._parallel = DistributedDataParallel(embedding, process_group=group)
+        self._optimizer = torch.optim.Adagrad(embedding.parameters(), lr=options.learning_rate)
+        # Without this choice torch warns.
+        torch.sparse.check_sparse_tensor_invariants.disable()  # type: ignore[no-untyped-call]
 
-    def sparse(triples: Tensor, negatives: Tensor) -> None:
-        optimizer.zero_grad()
-        look_up(parallel, triples, negatives)
-        optimizer.step()
-
-    return _in_turns({"table": partial(look_up, embedding), "sparse": sparse}, batches)
+    def step(self, triples: Tensor, negatives: Tensor) -> None:
+        self._optimizer.zero_grad()
+        look_up(self._parallel, triples, negatives)
+        self._optimizer.step()
 
 
-def compare_all_reduce(
-    size: int, groups: Mapping[str, dist.ProcessGroup], batches: Batches
-) -> dict[str, float]:
-    """Return the median seconds of an all-reduce of ``size`` float32 over each group."""
-    gradients = torch.zeros(size)
-
-    def reduce(group: dist.ProcessGroup, *_: Tensor) -> None:
-        dist.all_reduce(gradients, group=group)
-
-    return _in_turns({name: partial(reduce, group) for name, group in groups.items()}, batches)
+def look_up(entities: nn.Module, triples: Tensor, negatives: Tensor) -> None:
+    """Look up the entities of a step, and pass back a gradient."""
+    found = entities(entities_of(triples, negatives))
+    found.backward(torch.full_like(found, 1e-3))
 
 
-def _in_turns(
-    calls: Mapping[str, Callable[[Tensor, Tensor], object]], batches: Batches
-) -> dict[str, float]:
-    """Return the median seconds of each call for a step, which all ranks start together."""
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
+def compare(ours: Call, usual: Call, batches: Batches) -> tuple[float, float]:
+    """Return the median seconds of two calls for a step, which all ranks start together."""
+    seconds: dict[Call, list[float]] = {ours: [], usual: []}
     steps = itertools.cycle(batches.epoch(0))
     for number, step in enumerate(itertools.islice(steps, _ROUNDS)):
-        for name, call in calls.items():
+        for call, times in seconds.items():
             dist.barrier()
             start = time.perf_counter()
             call(*step)
             if number:  # the first one sets things up
-                seconds[name].append(time.perf_counter() - start)
-    return {name: statistics.median(times) for name, times in seconds.items()}
+                times.append(time.perf_counter() - start)
+    return statistics.median(seconds[ours]), statistics.median(seconds[usual])

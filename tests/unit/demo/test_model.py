@@ -14,8 +14,8 @@ from torch import Tensor
 from torchrelay.demo import model as model_module
 from torchrelay.demo.evaluation import (
     Answers,
+    MostFrequent,
     RankingMetrics,
-    frequency_scorer,
     rank_answers,
     sum_metrics,
     with_reciprocals,
@@ -198,7 +198,7 @@ def test_a_diverged_model_is_no_perfect_model(graph: Graph) -> None:
 
 
 def test_frequency_baseline_counts_objects_of_a_relation(graph: Graph) -> None:
-    scores = frequency_scorer(graph)(
+    scores = MostFrequent.of(graph)(
         torch.zeros(2 * RELATIONS, dtype=torch.long), torch.arange(2 * RELATIONS)
     )
     for relation in range(RELATIONS):
@@ -212,7 +212,7 @@ def test_ranks_share_each_batch_and_every_process_count_sees_the_same_batches(gr
     options = DemoOptions(data=Path(), batch_size=12, negatives=5)
 
     def batches(rank: int, size: int) -> list[Tensor]:
-        return [share for share, _ in Batches.of(graph, options, World(rank, size)).epoch(1)]
+        return [share for share, _ in Batches(graph, options, World(rank, size)).epoch(1)]
 
     whole = batches(0, 1)
     assert len(whole) == 2 * len(graph.train) // 12
@@ -224,7 +224,7 @@ def test_ranks_share_each_batch_and_every_process_count_sees_the_same_batches(gr
 def test_negatives_are_distinct_and_differ_between_ranks_and_epochs(graph: Graph) -> None:
     options = DemoOptions(data=Path(), batch_size=12, negatives=5)
     drawn = [
-        next(iter(Batches.of(graph, options, World(rank, 2)).epoch(epoch)))[1]
+        next(iter(Batches(graph, options, World(rank, 2)).epoch(epoch)))[1]
         for rank in (0, 1)
         for epoch in (1, 2)
     ]
@@ -235,4 +235,4 @@ def test_negatives_are_distinct_and_differ_between_ranks_and_epochs(graph: Graph
 def test_a_batch_too_small_for_the_processes(graph: Graph) -> None:
     options = DemoOptions(data=Path(), batch_size=3)
     with pytest.raises(ArgumentError, match="4 processes need at least 4 facts in a batch"):
-        Batches.of(graph, options, World(0, 4))
+        Batches(graph, options, World(0, 4))

@@ -12,15 +12,15 @@ from torchrelay.demo import worker
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results" / "demo.md"
 
-_CALLS = ("self._stage", "self._timed")
+_CALLS = ("self.report.stage", "self.report.timed")
 
 
 def _stages_of_code() -> list[str]:
-    """A pattern of each stage's name, by the calls of ``_stage`` and ``_timed``."""
+    """A pattern of each stage's name, by the calls of ``stage`` and ``timed``."""
     tree = ast.parse(Path(worker.__file__).read_text())
     found = []
     for function in ast.walk(tree):
-        if isinstance(function, ast.FunctionDef) and function.name != "_timed":
+        if isinstance(function, ast.FunctionDef):
             names: dict[str, ast.expr] = {}
             for node in ast.walk(function):
                 if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
