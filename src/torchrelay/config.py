@@ -40,7 +40,6 @@ def setting(
     default: Any,
     doc: str,
     *,
-    unit: str = "",
     allowed: Collection[Any] = (),
     minimum: float = 0,
     secret: bool = False,
@@ -50,19 +49,19 @@ def setting(
     Args:
         default: also determines the type.
         doc: the meaning, as a phrase.
-        unit: such as ``requests``; not needed where the name ends with it (:data:`_UNITS`).
         allowed: the only values that are valid; empty: all.
         minimum: the smallest valid number.
         secret: it is not shown in the section's ``repr``.
     """
-    metadata = {"doc": doc, "unit": unit, "allowed": tuple(allowed), "minimum": minimum}
+    metadata = {"doc": doc, "allowed": tuple(allowed), "minimum": minimum}
     return dataclasses.field(default=default, metadata=metadata, repr=not secret)
 
 
 SECTIONS: dict[str, type[Section]] = {}
 
 # Ends of names, and the units that they stand for.
-_UNITS = {"_us": "us", "_s": "s", "_bytes": "bytes"}
+_UNITS = {"_us": "us", "_per_s": "1/s", "_s": "s", "_bytes": "bytes", "_gbps": "GB/s"}
+_BOOLS = dict.fromkeys(("1", "true", "yes"), True) | dict.fromkeys(("0", "false", "no"), False)
 
 
 @dataclass_transform(frozen_default=True)
@@ -85,8 +84,7 @@ S = TypeVar("S", bound=Section)
 
 def unit_of(field: dataclasses.Field[Any]) -> str:
     """Return the unit of a setting, ``""`` if it has none."""
-    by_name = (unit for end, unit in _UNITS.items() if field.name.endswith(end))
-    return field.metadata["unit"] or next(by_name, "")
+    return next((unit for end, unit in _UNITS.items() if field.name.endswith(end)), "")
 
 
 def variable(cls: type[Section], field: str) -> str:
@@ -102,14 +100,8 @@ def parse_value(text: str, field: dataclasses.Field[Any], origin: str) -> Any:
         ConfigError: ``text`` does not have the type of the default, or is not allowed.
     """
     kind: type[Any] = type(field.default)
-    value: Any
     try:
-        if kind is bool:
-            value = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}[
-                text.lower()
-            ]
-        else:
-            value = kind(text)
+        value: Any = _BOOLS[text.lower()] if kind is bool else kind(text)
     except (ValueError, KeyError):
         raise ConfigError(f"{origin} = {text!r}: the value must be {_expected(kind)}") from None
     check_value(value, field, origin)
@@ -183,7 +175,7 @@ def _check_variables(
 
 
 def _expected(kind: type[Any]) -> str:
-    return "one of 1, true, yes, 0, false, no" if kind is bool else f"of type {kind.__name__}"
+    return f"one of {', '.join(_BOOLS)}" if kind is bool else f"of type {kind.__name__}"
 
 
 class Host(Section, name="host"):
@@ -215,15 +207,11 @@ class Mpi(Section, name="mpi"):
         allowed=("raise", "warn", "ignore"),
     )
     chain_warning: int = setting(
-        10_000,
-        "warn after this many communications without a backward pass",
-        unit="communications",
-        minimum=1,
+        10_000, "warn after this many communications without a backward pass", minimum=1
     )
     max_count: int = setting(
         2**31 - 1,
         "largest number of elements in one MPI call; larger tensors are sent in pieces",
-        unit="elements",
         minimum=1,
     )
 
@@ -284,7 +272,7 @@ class Aggregation(Section, name="aggregation"):
     )
     spin_us: int = setting(50, "how long a waiting rank spins before it sleeps")
     dummy_bandwidth: float = setting(
-        0.0, "bandwidth that the dummy data plane simulates; 0: unlimited", unit="Mbit/s"
+        0.0, "bandwidth in Mbit/s that the dummy data plane simulates; 0: unlimited"
     )
     dummy_process_packets: bool = setting(
         True,
@@ -310,34 +298,22 @@ class Parameters(Section, name="parameters"):
         300.0, "how long an operation, a barrier or the creation of a table waits for other nodes"
     )
     num_channels: int = setting(
-        1,
-        "threads of a node that serve other nodes; each serves a part of the keys",
-        unit="threads",
-        minimum=1,
+        1, "threads of a node that serve other nodes; each serves a part of the keys", minimum=1
     )
     max_rounds_per_s: float = setting(
-        1000.0,
-        "highest rate at which a channel acts on intents and exchanges updates",
-        unit="1/s",
-        minimum=0.1,
+        1000.0, "highest rate at which a channel acts on intents and exchanges updates", minimum=0.1
     )
     sync_threshold: float = setting(0.0, "smallest l2 norm of an update that a live replica sends")
     hysteresis_rounds: int = setting(
-        10,
-        "how long a relocated key stays before another node's replica becomes the owner",
-        unit="rounds",
+        10, "rounds that a relocated key stays before another node's replica becomes the owner"
     )
     max_unfinished: int = setting(
         1024,
         "largest number of unfinished asynchronous operations of a worker; another one waits",
-        unit="operations",
         minimum=1,
     )
     pool_size: int = setting(
-        250_000,
-        "size of the pool that the sampling scheme pool draws and reuses",
-        unit="samples",
-        minimum=1,
+        250_000, "size of the pool that the sampling scheme pool draws and reuses", minimum=1
     )
 
 
@@ -359,37 +335,19 @@ class Switching(Section, name="switching"):
         "auto", "device of the arena: cpu, cuda, cuda:1, ...; auto: CUDA if present"
     )
     arena_bytes: int = setting(
-        1 << 30,
-        "size of the arena, or of the shared cache of compat.pipeswitch",
-        unit="bytes",
-        minimum=512,
+        1 << 30, "size of the arena, or of the shared cache of compat.pipeswitch", minimum=512
     )
-    workers: int = setting(
-        2, "worker processes: one computes, the others stand by", unit="processes", minimum=1
-    )
-    threads: int = setting(
-        0, "torch threads of a worker; 0: torch's default", unit="threads", minimum=0
-    )
+    workers: int = setting(2, "worker processes: one computes, the others stand by", minimum=1)
+    threads: int = setting(0, "torch threads of a worker; 0: torch's default")
     link_gbps: float = setting(
-        0.0,
-        "on the CPU, rate of an emulated link to the arena; 0: the memory's own rate",
-        unit="GB/s",
-        minimum=0.0,
+        0.0, "on the CPU, rate of an emulated link to the arena; 0: the memory's own rate"
     )
-    request_bytes: int = setting(
-        64 << 20, "maximum size of the tensors of one request", unit="bytes", minimum=1
-    )
-    queue_limit: int = setting(
-        256, "maximum number of waiting requests", unit="requests", minimum=1
-    )
-    client_limit: int = setting(
-        64, "maximum number of waiting requests of one client", unit="requests", minimum=1
-    )
-    run_timeout_s: float = setting(
-        60.0, "a worker that computes one request for longer is ended", unit="s", minimum=0.0
-    )
+    request_bytes: int = setting(64 << 20, "maximum size of the tensors of one request", minimum=1)
+    queue_limit: int = setting(256, "maximum number of waiting requests", minimum=1)
+    client_limit: int = setting(64, "maximum number of waiting requests of one client", minimum=1)
+    run_timeout_s: float = setting(60.0, "a worker that computes one request for longer is ended")
     start_timeout_s: float = setting(
-        120.0, "how long a worker may take to start, or to build a model", unit="s", minimum=0.0
+        120.0, "how long a worker may take to start, or to build a model"
     )
     grouping: str = setting(
         "best",
@@ -401,20 +359,16 @@ class Switching(Section, name="switching"):
         "where profiles of models are kept between runs; empty: the server keeps them in the "
         "user's cache folder, a Switcher not at all",
     )
-    grace_s: float = setting(
-        10.0, "how long a server that is stopped may finish queued requests", unit="s", minimum=0.0
-    )
+    grace_s: float = setting(10.0, "how long a server that is stopped may finish queued requests")
     host: str = setting("127.0.0.1", "address that the server listens on")
-    port: int = setting(8000, "port that the server listens on; 0: any free one", minimum=0)
+    port: int = setting(8000, "port that the server listens on; 0: any free one")
     allowed_hosts: str = setting(
         "",
         "host names, separated by commas, by which clients may address the server, beside "
         "localhost, this machine's name and IP addresses; *: any",
     )
     api_key: str = setting(
-        "",
-        "a secret that every request except health checks must carry; empty: none",
-        secret=True,
+        "", "a secret that every request except health checks must carry; empty: none", secret=True
     )
     repository_control: bool = setting(False, "clients may load and unload the models of the file")
 

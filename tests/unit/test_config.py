@@ -13,7 +13,7 @@ from torchrelay.errors import ConfigError
 @pytest.fixture
 def sample() -> Iterator[type[Any]]:
     class Sample(Section, name="sample"):
-        timeout_s: float = setting(30.0, "How long to wait.", unit="s", minimum=0.1)
+        timeout_s: float = setting(30.0, "How long to wait.", minimum=0.1)
         plane: str = setting("shm", "Which way bytes go.", allowed=("shm", "udp"))
         debug: bool = setting(False, "Check every call.")
         slots: int = setting(8, "How many.", minimum=1)
