@@ -227,6 +227,17 @@ def test_unused_sessions_end_for_new_ones(network: Network) -> None:
         assert sessions(server).keys() == {1, 3}
 
 
+def test_an_address_over_its_share_ends_its_own_unused_sessions_only(network: Network) -> None:
+    with SwitchServer(network.plane, max_sessions=8, session_timeout_s=0.0) as server:
+        assert join(network.connect(1), 1, 0, ALONE) == JOINED
+        summing = network.connect(0)
+        assert join(summing, 2, 0, ALONE) == JOINED
+        network.send(summing, packet(1))
+        for session_id in (3, 4):
+            assert join(network.connect(0), session_id, 0, ALONE) == JOINED
+        assert sessions(server).keys() == {1, 2, 4}
+
+
 def test_sessions_of_switchmls_workers_stay_for_longer(network: Network) -> None:
     with SwitchServer(network.plane, session_timeout_s=0.1) as server:
         join(network.connect(0), 1, 0, ALONE)

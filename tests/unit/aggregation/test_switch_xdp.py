@@ -28,7 +28,6 @@ from torchrelay.aggregation.switch import (
     SwitchServer,
     XdpDataPlane,
     _xdp,
-    _xdp_maps,
 )
 from torchrelay.config import Aggregation
 from torchrelay.errors import ArgumentError, ConfigError, UnavailableError
@@ -104,7 +103,6 @@ def test_it_loads_unloads_and_refuses() -> None:
             with pytest.raises(ArgumentError, match="another worker"):
                 plane.add_worker(3, 0, "10.78.0.2", 4001, 1)
         assert programs(star.switch) == 0
-        assert plane.stats().sessions[0].session_id == 2, "what was read last stays"
         plane.close()
         with pytest.raises(ConfigError, match="no network interface 'port7'"):
             within(star.switch, lambda: XdpDataPlane(["port7"], 0))
@@ -134,7 +132,7 @@ def test_a_packet_with_a_wrong_ip_checksum_is_not_summed() -> None:
 
 @needs_xdp
 def test_a_program_of_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    class LaterEntry(_xdp_maps.SlotEntry):
+    class LaterEntry(_xdp.SlotEntry):
         _fields_ = (("more", ctypes.c_uint64),)
 
     monkeypatch.setattr(_xdp, "SlotEntry", LaterEntry)

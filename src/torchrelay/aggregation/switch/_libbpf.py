@@ -14,9 +14,8 @@ from typing import Any, Generic, TypeVar
 from torchrelay._resource import Resource
 from torchrelay.errors import UnavailableError
 
-__all__ = ["XDP_DRIVER", "XDP_GENERIC", "BpfMap", "BpfObject"]
+__all__ = ["BpfMap", "BpfObject"]
 
-XDP_GENERIC, XDP_DRIVER = 2, 4
 _ATTACH_XDP = 37  # enum bpf_attach_type
 _PRIVILEGE = "XDP needs root, or the capabilities CAP_BPF and CAP_NET_ADMIN"
 

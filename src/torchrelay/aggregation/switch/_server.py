@@ -89,7 +89,6 @@ class SwitchServer(Resource):
         self._session_timeout_s, self._idle_timeout_s = session_timeout_s, idle_timeout_s
         self._allowed = [ipaddress.IPv4Network(network) for network in allow]
         self._sessions: dict[int, _Session] = {}
-        self._members: dict[tuple[str, int], int] = {}  # session ids by address and port
         self._lock = threading.Lock()
         self._stopping = threading.Event()
         self._error: BaseException | None = None
@@ -125,17 +124,7 @@ class SwitchServer(Resource):
                 self._uplink.leave(session_id, session.shape)
         self.plane.close()
 
-    def is_allowed(self, address: str) -> bool:
-        """Return whether a worker of this address may join."""
-        return any(ipaddress.IPv4Address(address) in network for network in self._allowed)
-
-    def join(
-        self,
-        session_id: int,
-        join: Join,
-        address: str,
-        ports: tuple[int, int],
-    ) -> None:
+    def join(self, session_id: int, join: Join, address: str, ports: tuple[int, int]) -> None:
         """Make the worker at ``ports`` (the first, and how many; 0 for all) a member; a repetition
         does nothing.
 
@@ -156,18 +145,16 @@ class SwitchServer(Resource):
             if known is not None and known.clients.get(join.rank, join.client) != join.client:
                 self._close(session_id)
             session = self._admit(session_id, join.rank, join.shape, address)
-            if (
-                len(taken - session.ports.keys()) + sum(a == address for a, _ in self._members)
-                > _MAX_PORTS
-            ):
+            everyones = [one for each in self._sessions.values() for one, _ in each.ports]
+            if len(taken - session.ports.keys()) + everyones.count(address) > _MAX_PORTS:
                 raise UnavailableError(f"workers at {address} have {_MAX_PORTS} ports already")
-            for other_id in {self._members.get(port, session_id) for port in taken} - {session_id}:
-                self._end_former(other_id, taken)
+            for other_id, other in list(self._sessions.items()):
+                if other is not session and not taken.isdisjoint(other.ports):
+                    self._end_former(other_id, taken)
             rank = session.ranks.index(join.rank)
             self.plane.add_worker(session_id, rank, address, *ports)
             session.clients[join.rank] = join.client
             session.ports.update(dict.fromkeys(taken, rank))
-            self._members.update(dict.fromkeys(taken, session_id))
 
     def reset(self, session_id: int) -> None:
         """Forget a session, if there is one."""
@@ -178,7 +165,7 @@ class SwitchServer(Resource):
         ip = ipaddress.IPv4Address(address)
         if ip in _THIS_NETWORK or ip.is_multicast or ip == _BROADCAST:
             raise ArgumentError(f"{address} is not the address of one worker")
-        if not self.is_allowed(address):
+        if not any(ip in network for network in self._allowed):
             raise ArgumentError(f"workers at {address} are not allowed here")
         known = self._sessions.get(session_id)
         if known is not None and known.shape != shape:
@@ -214,35 +201,33 @@ class SwitchServer(Resource):
         """Raise if another session is more than the opener's share, or does not fit; in either case
         after those that count there, never summed anything and are silent have ended.
         """
-        for check, of in ((self._check_share, opener), (self._check_total, None)):
-            try:
-                check(shape, opener)
-            except UnavailableError:
+        for of in (opener, None):
+            if self._lacks(shape, of):
                 self._end_unused(of)
-                check(shape, opener)
+                if reason := self._lacks(shape, of):
+                    raise UnavailableError(reason)
 
-    def _check_share(self, shape: SessionShape, opener: str) -> None:
+    def _lacks(self, shape: SessionShape, opener: str | None) -> str:
+        """Return why an opener, or all (None), can have no further session; empty if they can."""
+        share = 1 if opener is None else _SHARE
         sessions, slots = self._max_sessions, self.plane.max_slots
-        theirs = [one.shape.num_slots for one in self._sessions.values() if one.opener == opener]
-        if theirs and (
-            len(theirs) >= sessions // _SHARE or sum(theirs) + shape.num_slots > slots // _SHARE
-        ):
-            raise UnavailableError(
-                f"{opener} has opened {len(theirs)} sessions, and one address may use a quarter of "
-                f"this switch's {sessions} sessions and {slots} slots (--max-sessions)"
+        theirs = [one for one in self._sessions.values() if opener in (None, one.opener)]
+        used = sum(one.shape.num_slots for one in theirs)
+        has_slots = used + shape.num_slots <= slots // share
+        if not theirs or (len(theirs) < sessions // share and has_slots):
+            return ""
+        if opener is None:
+            return (
+                f"{len(theirs)} of this switch's {sessions} sessions and {used} of its {slots} "
+                "slots are in use"
             )
-
-    def _check_total(self, shape: SessionShape, opener: str) -> None:
-        sessions, slots = self._max_sessions, self.plane.max_slots
-        everyones = [one.shape.num_slots for one in self._sessions.values()]
-        if len(everyones) >= sessions or sum(everyones) + shape.num_slots > slots:
-            raise UnavailableError(
-                f"{len(everyones)} of this switch's {sessions} sessions and {sum(everyones)} of "
-                f"its {slots} slots are in use"
-            )
+        return (
+            f"{opener} has opened {len(theirs)} sessions, and one address may use a quarter of "
+            f"this switch's {sessions} sessions and {slots} slots (--max-sessions)"
+        )
 
     def _end_unused(self, opener: str | None) -> None:
-        """End the silent sessions (of an opener) that never summed anything."""
+        """End the silent sessions, of an opener or of all, that never summed anything."""
         for stats in self.plane.stats().sessions:
             is_theirs = opener in (None, self._sessions[stats.session_id].opener)
             is_silent = stats.idle_s >= self._session_timeout_s
@@ -265,11 +250,8 @@ class SwitchServer(Resource):
 
     def _close(self, session_id: int) -> None:
         session = self._sessions.pop(session_id, None)
-        if session is not None:
-            for port in session.ports:
-                del self._members[port]
-            if self._uplink:
-                self._uplink.leave(session_id, session.shape)
+        if session is not None and self._uplink:
+            self._uplink.leave(session_id, session.shape)
         self.plane.close_session(session_id)
 
     def _end_silent(self) -> None:
@@ -333,10 +315,10 @@ class SwitchServer(Resource):
             return None
         if request.kind == ControlKind.JOIN:
             return self._answer_join(request, message)
-        if request.kind == ControlKind.LEAVE:
-            self._leave(request)
         if request.kind == ControlKind.ASK_MISSING:
             return self._answer_missing(request.session_id)
+        if request.kind == ControlKind.LEAVE:
+            self._leave(request)
         return None
 
     def _answer_missing(self, session_id: int) -> bytes | None:
@@ -346,11 +328,9 @@ class SwitchServer(Resource):
         ranks: list[int] | None = [session.ranks[rank] for rank in self.plane.missing(session_id)]
         if not ranks and self._uplink:
             ranks = self._uplink.missing(session_id, session.shape)
-        return (
-            None
-            if ranks is None
-            else control.encode(ControlKind.MISSING, session_id, control.encode_ranks(ranks))
-        )
+        if ranks is None:
+            return None
+        return control.encode(ControlKind.MISSING, session_id, control.encode_ranks(ranks))
 
     def _answer_join(self, request: ControlRequest, message: ControlMessage) -> bytes | None:
         join = control.decode_join(request.body)

@@ -29,17 +29,6 @@ from torchrelay.aggregation.switch._data_plane import (
     SwitchStats,
 )
 from torchrelay.aggregation.switch._libbpf import BpfObject
-from torchrelay.aggregation.switch._xdp_maps import (
-    MAX_WORKERS,
-    SESSION_COUNTS,
-    MemberEntry,
-    SessionEntry,
-    SlotEntry,
-    SourceKey,
-    WorkerEntry,
-    WorkerKey,
-    u32,
-)
 from torchrelay.aggregation.switch._xdp_ports import attach, indices_of, link_to
 from torchrelay.errors import ArgumentError, UnavailableError
 
@@ -48,6 +37,69 @@ __all__ = ["XdpDataPlane"]
 _OBJECT = Path(_native.__file__).parent / "switch.bpf.o"
 _CONTROL_TYPE = 2
 _SO_RCVBUFFORCE, _BUFFER_BYTES = 33, 4 << 20
+_MAX_WORKERS, _MAX_NUMEL = 64, 256
+_SESSION_COUNTS = tuple(_native.switch_stats())[: _native.SWITCH_NUM_SESSION_STATS]
+
+_u8, _u16, _u32, _u64 = ctypes.c_uint8, ctypes.c_uint16, ctypes.c_uint32, ctypes.c_uint64
+
+
+# --- the maps of the program
+
+
+class SourceKey(ctypes.Structure):
+    _fields_ = (("ip", _u8 * 4), ("port", _u8 * 2), ("zero", _u16))
+
+    @classmethod
+    def of(cls, address: str, port: int) -> SourceKey:
+        """Return the key of an address and one of its ports; 0 is all."""
+        return cls.from_buffer_copy(socket.inet_aton(address) + port.to_bytes(2, "big") + bytes(2))
+
+
+class MemberEntry(ctypes.Structure):
+    _fields_ = (("session", _u32), ("rank", _u32))
+
+
+class SessionEntry(ctypes.Structure):
+    _fields_ = (
+        ("heard_ns", _u64 * _MAX_WORKERS),
+        ("stats", _u64 * len(_SESSION_COUNTS)),
+        ("worker_received", _u64 * _MAX_WORKERS),
+        ("worker_again", _u64 * _MAX_WORKERS),
+        *((name, _u32) for name in ("num_workers", "num_slots", "first_slot", "numel")),
+        ("sequenced", _u32),
+        ("switch_ips", _u32 * _MAX_WORKERS),
+        ("switch_ports", _u16 * _MAX_WORKERS),
+        ("pad", _u32),
+    )
+
+
+class WorkerKey(ctypes.Structure):
+    _fields_ = (("session", _u32), ("ifindex", _u32))
+
+
+class WorkerEntry(ctypes.Structure):
+    _fields_ = (
+        ("mac", _u8 * 6),
+        ("port_mac", _u8 * 6),
+        ("ip", _u8 * 4),
+        ("rank", _u32),
+        ("pad", _u32),
+    )
+
+
+class SlotEntry(ctypes.Structure):
+    _fields_ = (
+        ("lock", _u32),
+        *((name, _u32 * 2) for name in ("count", "tsi", "used")),
+        ("exponents", ctypes.c_int32 * 2 * 2),
+        ("pad", _u32),
+        ("bitmap", _u64 * 2),
+        ("ports", _u16 * _MAX_WORKERS * 2),
+        ("values", ctypes.c_int32 * _MAX_NUMEL * 2),
+    )
+
+
+# --- the data plane
 
 
 @dataclass
@@ -124,7 +176,6 @@ class XdpDataPlane(Resource):
         self._free_indices = list(range(max_sessions))
         self._send_lost = 0
         self._ended: Counter[str] = Counter()
-        self._final: SwitchStats | None = None  # once it is closed
         with contextlib.ExitStack() as stack:
             num_ports = _native.SWITCH_NUM_UDP_PORTS if port == _native.SWITCH_UDP_PORT else 1
             bound = [stack.enter_context(_bind(port + place)) for place in range(num_ports)]
@@ -133,12 +184,12 @@ class XdpDataPlane(Resource):
             constants = struct.pack("=HH", self.port, ~(num_ports - 1) & 0xFFFF)
             sizes = {"slots": max_slots, "sessions": max_sessions}
             bpf = stack.enter_context(BpfObject(_OBJECT, sizes, constants))
-            self._slots = bpf.map("slots", u32, SlotEntry)
-            self._entries = bpf.map("sessions", u32, SessionEntry)
+            self._slots = bpf.map("slots", _u32, SlotEntry)
+            self._entries = bpf.map("sessions", _u32, SessionEntry)
             self._members = bpf.map("members", SourceKey, MemberEntry)
             self._workers = bpf.map("workers", WorkerKey, WorkerEntry)
             num_cpus = bpf.num_cpus()
-            self._counts = bpf.map("stats", u32, ctypes.c_uint64 * num_cpus, num_cpus)
+            self._counts = bpf.map("stats", _u32, ctypes.c_uint64 * num_cpus, num_cpus)
             attach(bpf, self._interfaces, mode)
             self._resources = stack.pop_all()
 
@@ -146,12 +197,12 @@ class XdpDataPlane(Resource):
         self, session_id: int, shape: SessionShape, uplink: socket.socket | None = None
     ) -> None:
         if (
-            not 1 <= shape.num_workers <= MAX_WORKERS
+            not 1 <= shape.num_workers <= _MAX_WORKERS
             or shape.packet_numel not in (64, 256)
             or shape.num_slots < 1
         ):
             raise ArgumentError(
-                f"XDP: a session has 1 to {MAX_WORKERS} workers and 64 or 256 values, not {shape}"
+                f"XDP: a session has 1 to {_MAX_WORKERS} workers and 64 or 256 values, not {shape}"
             )
         with self._lock:
             self.close_session(session_id)
@@ -161,8 +212,8 @@ class XdpDataPlane(Resource):
             opened = _OpenSession(self._free_indices.pop(), shape, first_slot)
             empty = SlotEntry()
             for slot in opened.slots:
-                self._slots[u32(slot)] = empty
-            self._entries[u32(opened.index)] = SessionEntry(
+                self._slots[_u32(slot)] = empty
+            self._entries[_u32(opened.index)] = SessionEntry(
                 num_workers=shape.num_workers,
                 num_slots=shape.num_slots,
                 first_slot=first_slot,
@@ -211,16 +262,16 @@ class XdpDataPlane(Resource):
 
     def _place_worker(self, opened: _OpenSession, rank: int, address: str) -> None:
         """Send results for ``rank`` through the port of its address."""
-        link = link_to(address, self._interfaces, self._sockets[self.port])
-        if opened.ports.setdefault(link.ifindex, rank) != rank:
+        ifindex, mac, port_mac = link_to(address, self._interfaces, self._sockets[self.port])
+        if opened.ports.setdefault(ifindex, rank) != rank:
             raise ArgumentError(
-                f"XDP: {link.interface} already leads to worker {opened.ports[link.ifindex]} of "
-                "this session, and a port serves one; use --data-plane udp"
+                f"XDP: {self._interfaces[ifindex]} already leads to worker {opened.ports[ifindex]} "
+                "of this session, and a port serves one; use --data-plane udp"
             )
-        addresses = link.mac + link.port_mac + socket.inet_aton(address)
+        addresses = mac + port_mac + socket.inet_aton(address)
         worker = WorkerEntry.from_buffer_copy(addresses.ljust(ctypes.sizeof(WorkerEntry), b"\0"))
         worker.rank = rank
-        self._workers[WorkerKey(opened.index, link.ifindex)] = worker
+        self._workers[WorkerKey(opened.index, ifindex)] = worker
 
     def close_session(self, session_id: int) -> None:
         with self._lock:
@@ -231,7 +282,7 @@ class XdpDataPlane(Resource):
                 self._members.discard(SourceKey.of(*source))
             for ifindex in opened.ports:
                 self._workers.discard(WorkerKey(opened.index, ifindex))
-            self._ended.update(_counts(self._entries[u32(opened.index)]))
+            self._ended.update(_counts(self._entries[_u32(opened.index)]))
             self._free_indices.append(opened.index)
 
     def _session(self, session_id: int) -> _OpenSession:
@@ -243,7 +294,7 @@ class XdpDataPlane(Resource):
         with self._lock:
             opened = self._session(session_id)
             present = (1 << opened.shape.num_workers) - 1
-            for slot in (self._slots[u32(at)] for at in opened.slots):
+            for slot in (self._slots[_u32(at)] for at in opened.slots):
                 for set_ in (0, 1):
                     if slot.count[set_]:
                         present &= slot.bitmap[set_]
@@ -270,14 +321,12 @@ class XdpDataPlane(Resource):
 
     def stats(self) -> SwitchStats:
         with self._lock:
-            if self._final:
-                return self._final
             sessions = tuple(
-                opened.stats(session_id, self._entries[u32(opened.index)])
+                opened.stats(session_id, self._entries[_u32(opened.index)])
                 for session_id, opened in sorted(self._sessions.items())
             )
             counts = {
-                name: sum(self._counts[u32(place)])
+                name: sum(self._counts[_u32(place)])
                 for place, name in enumerate(_native.switch_stats())
             }
             counts["send_lost"] += self._send_lost
@@ -285,9 +334,7 @@ class XdpDataPlane(Resource):
             return SwitchStats(self.name, self.address, self.port, {**counts, **total}, sessions)
 
     def close(self) -> None:
-        if not self._final:
-            self._final = self.stats()
-            self._resources.close()
+        self._resources.close()
 
 
 def _bind(port: int) -> socket.socket:
@@ -304,4 +351,4 @@ def _bind(port: int) -> socket.socket:
 
 
 def _counts(entry: SessionEntry) -> dict[str, int]:
-    return dict(zip(SESSION_COUNTS, entry.stats, strict=True))
+    return dict(zip(_SESSION_COUNTS, entry.stats, strict=True))

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import os
 import socket
 import struct
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 from torchrelay._addresses import DISCARD_PORT, mac_of_device
-from torchrelay.aggregation.switch._libbpf import XDP_DRIVER, XDP_GENERIC, BpfObject
-from torchrelay.aggregation.switch._xdp_maps import PortEntry, u32
+from torchrelay.aggregation.switch._libbpf import BpfObject
 from torchrelay.errors import ConfigError, UnavailableError
 
-__all__ = ["HostLink", "attach", "indices_of", "link_to"]
+__all__ = ["attach", "indices_of", "link_to"]
 
 _MAX_PORTS = 64
-_FLAGS = {"generic": XDP_GENERIC, "native": XDP_DRIVER}
+_FLAGS = {"generic": 2, "native": 4}  # XDP_FLAGS_SKB_MODE, XDP_FLAGS_DRV_MODE
 _SIOCGARP, _ATF_COM = 0x8954, 2
+
+
+class _PortEntry(ctypes.Structure):  # struct bpf_devmap_val
+    _fields_ = (("ifindex", ctypes.c_uint32), ("program", ctypes.c_uint32))
 
 
 def indices_of(interfaces: Sequence[str]) -> dict[int, str]:
@@ -52,26 +55,20 @@ def attach(bpf: BpfObject, interfaces: Mapping[int, str], mode: str) -> None:
     """
     if mode not in _FLAGS:
         raise ConfigError(f"XDP: mode {mode!r}; there are {', '.join(_FLAGS)}")
-    ports = bpf.map("ports", u32, PortEntry)
+    ports = bpf.map("ports", ctypes.c_uint32, _PortEntry)
     for place, (ifindex, name) in enumerate(interfaces.items()):
-        ports[u32(place)] = PortEntry(ifindex, bpf.program("torchrelay_port"))
+        ports[ctypes.c_uint32(place)] = _PortEntry(ifindex, bpf.program("torchrelay_port"))
         error = bpf.attach(bpf.program("torchrelay_switch"), ifindex, _FLAGS[mode])
         if error:
             why = "another XDP program is there" if error == errno.EBUSY else f"no mode {mode}"
             raise UnavailableError(f"XDP: interface {name}: {os.strerror(error)}; {why}")
 
 
-class HostLink(NamedTuple):
-    """How a host is reached."""
-
-    ifindex: int
-    interface: str
-    mac: bytes
-    port_mac: bytes
-
-
-def link_to(address: str, interfaces: Mapping[int, str], sock: socket.socket) -> HostLink:
-    """Return the link to a host behind one of the ports, whose names are given by index.
+def link_to(
+    address: str, interfaces: Mapping[int, str], sock: socket.socket
+) -> tuple[int, bytes, bytes]:
+    """Return which of the ports, whose names are given by index, leads to a host; its MAC address,
+    and the port's.
 
     Args:
         sock: any UDP socket in the network namespace of the ports.
@@ -82,7 +79,7 @@ def link_to(address: str, interfaces: Mapping[int, str], sock: socket.socket) ->
     for ifindex, interface in interfaces.items():
         mac = _arp_entry(address, interface, sock)
         if mac is not None:
-            return HostLink(ifindex, interface, mac, mac_of_device(interface, sock))
+            return ifindex, mac, mac_of_device(interface, sock)
     with contextlib.suppress(OSError):  # makes the kernel resolve the address
         sock.sendto(b"", (address, DISCARD_PORT))
     raise UnavailableError(
