@@ -172,21 +172,33 @@ def host_identity() -> str:
 
 @dataclass(frozen=True)
 class Process:
-    """Identity of a process of a job."""
+    """A process of a job, as it registers at one rendezvous."""
 
+    rank: int
     host: str
     pid: int
     start_ticks: int  # since boot; the kernel uses process ids again
+    joined_ticks: int  # since boot
     job: str  # the launcher's name for the job, empty if it has none
+    draw: str  # random; different at each rendezvous
 
     @classmethod
-    def current(cls) -> Process:
-        """Return the identity of this process."""
-        job = next(
-            (f"{v}={os.environ[v]}" for v in _JOB_VARIABLES if os.environ.get(v, "none") != "none"),
-            "",
+    def current(cls, rank: int) -> Process:
+        """Return this process, of a rank, at a new rendezvous."""
+        names = (v for v in _JOB_VARIABLES if os.environ.get(v, "none") != "none")
+        return cls(
+            rank=rank,
+            host=host_identity(),
+            pid=os.getpid(),
+            start_ticks=_start_ticks("self") or 0,
+            joined_ticks=int(time.clock_gettime(time.CLOCK_BOOTTIME) * os.sysconf("SC_CLK_TCK")),
+            job=next((f"{name}={os.environ[name]}" for name in names), ""),
+            draw=secrets.token_hex(8),
         )
-        return cls(host_identity(), os.getpid(), _start_ticks("self") or 0, job)
+
+    @classmethod
+    def parse(cls, text: str | bytes) -> Process:
+        return cls(**json.loads(text))
 
     def is_alive_here(self) -> bool:
         """Return whether it is running on this host; False for other hosts."""
@@ -206,20 +218,6 @@ def _start_ticks(pid: str) -> int | None:
     except (FileNotFoundError, ProcessLookupError):
         return None
     return None if fields[0] in "ZX" else int(fields[19])
-
-
-@dataclass(frozen=True)
-class _Registration:
-    """What a rank writes to the store when it joins a rendezvous."""
-
-    process: Process
-    draw: str  # random; different at each rendezvous of a process
-    at_ticks: int  # since boot, as Process.start_ticks
-
-    @classmethod
-    def parse(cls, text: str | bytes) -> _Registration:
-        fields = json.loads(text)
-        return cls(Process(**fields.pop("process")), **fields)
 
 
 class Ranks:
@@ -443,6 +441,7 @@ class Meeting(Ranks):
         known: processes of other ranks from earlier rendezvous, by name.
 
     Attributes:
+        processes: of the ranks, in their order.
         attempt: equal on all ranks, and different for every other rendezvous.
         store: for this rendezvous only: no key is there at first.
 
@@ -463,12 +462,11 @@ class Meeting(Ranks):
     ) -> None:
         import torch.distributed as dist  # noqa: PLC0415 - as above
 
-        super().__init__(None, rank, size, names)
         self._whole: Store = dist.PrefixStore("torchrelay", store)
-        self._places = list(range(size))  # the ranks that registered in `_whole`
+        super().__init__(self._whole, rank, size, names)
         self._known = dict(known or {})
-        self._present: list[_Registration] = []
         self._agreed = False
+        self.processes: list[Process] = []
         self.attempt = ""
         with self._store_errors():
             self._me = self._register()
@@ -478,47 +476,29 @@ class Meeting(Ranks):
 
     def among(self, ranks: Sequence[int]) -> Self:
         part = super().among(ranks)
-        part._places = [self._places[rank] for rank in ranks]
-        part._present = [self._present[rank] for rank in ranks]
+        part.processes = [self.processes[rank] for rank in ranks]
         return part
-
-    @property
-    def processes(self) -> list[Process]:
-        """In the order of the ranks."""
-        return [registration.process for registration in self._present]
-
-    @property
-    def by_name(self) -> dict[int, Process]:
-        return dict(zip(self.names, self.processes, strict=True))
-
-    def on_my_host(self) -> tuple[int, ...]:
-        """Return the ranks that share this process's host, in order."""
-        mine = host_identity()
-        return tuple(rank for rank, process in enumerate(self.processes) if process.host == mine)
 
     # --- the rendezvous
 
-    def _register(self) -> _Registration:
+    def _register(self) -> Process:
         """Take this rank's place in the store.
 
         Raises:
             MismatchError: a running process of this host has it.
         """
-        me = Process.current()
-        key = f"rank/{self.rank}"
+        me, key = Process.current(self.rank), f"rank/{self.rank}"
         if self._whole.check([key]):
-            before = _Registration.parse(self._whole.get(key))
-            if before.process != me and before.process.is_alive_here():
+            before = Process.parse(self._whole.get(key))
+            if before.pid != me.pid and before.is_alive_here():
                 message = (
-                    f"rank {self.names[self.rank]} is already claimed by process "
-                    f"{before.process.pid}, and process {me.pid} claims it too: {_TWO_JOBS}"
+                    f"rank {self.names[self.rank]} is already claimed by process {before.pid}, and "
+                    f"process {me.pid} claims it too: {_TWO_JOBS}"
                 )
                 self._whole.set("refused", json.dumps({"draw": before.draw, "message": message}))
                 raise MismatchError(message)
-        now_ticks = int(time.clock_gettime(time.CLOCK_BOOTTIME) * os.sysconf("SC_CLK_TCK"))
-        registration = _Registration(me, secrets.token_hex(8), now_ticks)
-        self._whole.set(key, json.dumps(asdict(registration)))
-        return registration
+        self._whole.set(key, json.dumps(asdict(me)))
+        return me
 
     def _settle(self, timeout_s: float) -> None:
         """Wait until all ranks have seen the same registrations."""
@@ -529,20 +509,19 @@ class Meeting(Ranks):
         def is_complete() -> bool:
             nonlocal next_look_s, interval_s
             now_s = time.monotonic()
-            if not self._present and not _are_there(self._whole, awaited):
+            if not self.processes and not _are_there(self._whole, awaited):
                 return False
             if now_s >= next_look_s:
-                present = [_Registration.parse(text) for text in _values(self._whole, keys)]
+                present = [Process.parse(text) for text in _values(self._whole, keys)]
                 # If it is complete, another rank may be at its next rendezvous over this store.
-                if present != self._present and not self._is_complete():
+                if present != self.processes and not self._is_complete():
                     self._see(present)
                     interval_s = _FIRST_LOOK_S
                 next_look_s, interval_s = now_s + interval_s, min(2 * interval_s, _LONGEST_LOOK_S)
             return self._is_complete()
 
         def missing() -> list[int]:
-            key = f"{self.attempt}/seen" if self._present else "rank"
-            return [rank for rank in range(self.size) if not self._whole.check([f"{key}/{rank}"])]
+            return self.missing(f"{self.attempt}/seen" if self.processes else "rank")
 
         wait_for_others(
             is_complete,
@@ -556,24 +535,25 @@ class Meeting(Ranks):
     def _is_complete(self) -> bool:
         return bool(self.attempt) and self._whole.check([f"{self.attempt}/complete"])
 
-    def _see(self, present: list[_Registration]) -> None:
-        """Publish which registrations this rank has seen."""
-        if present[self.rank] != self._me:
-            other = present[self.rank].process
+    def _see(self, present: list[Process]) -> None:
+        """Publish which processes this rank has seen."""
+        other = present[self.rank]
+        if other != self._me:
             raise MismatchError(
-                f"rank {self.names[self.rank]} is claimed by process {self._me.process.pid}, and "
+                f"rank {self.names[self.rank]} is claimed by process {self._me.pid}, and "
                 f"process {other.pid}{'' if other.is_alive_here() else ' of another host'} claims "
                 f"it too: {_TWO_JOBS}"
             )
-        draws = " ".join(registration.draw for registration in present)
+        draws = " ".join(process.draw for process in present)
         self.attempt = hashlib.blake2b(draws.encode(), digest_size=8).hexdigest()
-        self._present = present
+        self.processes = present
         self._whole.set(f"{self.attempt}/seen/{self.rank}", "")
         if self._whole.add(f"{self.attempt}/count", 1) == self.size:
             self._whole.set(f"{self.attempt}/complete", "")
 
     def _check_jobs(self) -> None:
-        jobs = {process.job: name for name, process in self.by_name.items() if process.job}
+        named = zip(self.names, self.processes, strict=True)
+        jobs = {process.job: name for name, process in named if process.job}
         if len(jobs) > 1:
             found = ", ".join(f"rank {name} to {job}" for job, name in jobs.items())
             raise MismatchError(
@@ -585,7 +565,7 @@ class Meeting(Ranks):
         """Raise if a rank was refused, or one of the ranks ``missing`` can no longer join."""
         if self._whole.check(["refused"]):
             refused = json.loads(self._whole.get("refused"))
-            if any(each.draw == refused["draw"] for each in self._present):
+            if any(each.draw == refused["draw"] for each in self.processes):
                 raise MismatchError(f"{self.name}: {refused['message']}")
         for rank in missing():
             process, cause = self._lost(rank)
@@ -598,17 +578,18 @@ class Meeting(Ranks):
 
     def _lost(self, rank: int) -> tuple[Process | None, str]:
         """Return the process of a rank and what happened to it if it is lost in this attempt."""
-        died = "died"
-        if not self._present:
-            process = self._known.get(self.names[rank])
-            return (process if process is not None and process.has_died() else None), died
-        seen = self._present[rank]
-        # A rank that registered before this process started may be of an earlier attempt.
-        is_of_this_attempt = self._agreed or seen.at_ticks >= self._me.process.start_ticks
-        if seen.process.has_died():
-            return (seen.process if is_of_this_attempt else None), died
-        now = _Registration.parse(self._whole.get(f"rank/{self._places[rank]}"))
-        return (seen.process if self._agreed and now != seen else None), "was started again"
+        seen = self.processes[rank] if self.processes else self._known.get(self.names[rank])
+        if seen is None:
+            return None, ""
+        if seen.has_died():
+            # A rank that registered before this process started may be of an earlier attempt.
+            is_of_this_attempt = (
+                not self.processes or self._agreed or seen.joined_ticks >= self._me.start_ticks
+            )
+            return (seen if is_of_this_attempt else None), "died"
+        if self._agreed and Process.parse(self._whole.get(f"rank/{seen.rank}")) != seen:
+            return seen, "was started again"
+        return None, ""
 
 
 def _values(store: Any, keys: list[str]) -> list[bytes]:

@@ -26,7 +26,7 @@ def test_one_process_is_a_world() -> None:
     store = world.connect()
     store.set("key", "value")
     assert store.get("key") == b"value"
-    assert Meeting(store, 0, 1, 1.0).on_my_host() == (0,)
+    assert [process.rank for process in Meeting(store, 0, 1, 1.0).processes] == [0]
 
 
 def test_torchrun() -> None:
@@ -103,39 +103,40 @@ def test_a_store_that_is_not_there_times_out() -> None:
         World(1, 2, master_port=1).connect(timeout_s=0.5)
 
 
-def test_ranks_on_other_hosts_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_name_their_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(world_module, "host_identity", lambda: threading.current_thread().name)
     store = dist.HashStore()
     other = threading.Thread(target=lambda: Meeting(store, 1, 2, 100), name="elsewhere")
     other.start()
-    assert Meeting(store, 0, 2, 100).on_my_host() == (0,)
+    here = threading.current_thread().name
+    assert [each.host for each in Meeting(store, 0, 2, 100).processes] == [here, "elsewhere"]
     other.join()
 
 
 def test_ranks_as_threads() -> None:
     store = dist.HashStore()
-    found: list[tuple[int, ...]] = []
+    found: list[list[Process]] = []
     threads = [
-        threading.Thread(target=lambda r=rank: found.append(Meeting(store, r, 3, 100).on_my_host()))
+        threading.Thread(target=lambda r=rank: found.append(Meeting(store, r, 3, 100).processes))
         for rank in range(3)
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert found == [(0, 1, 2)] * 3
+    assert [process.rank for process in found[0]] == [0, 1, 2] and found == [found[0]] * 3
 
 
 def test_a_missing_rank_is_named() -> None:
     with pytest.raises(
         OperationTimeoutError, match=r"rank 1 did not join the group within \d+\.\d s"
     ) as caught:
-        Meeting(dist.HashStore(), 0, 2, 0.2).on_my_host()
+        Meeting(dist.HashStore(), 0, 2, 0.2)
     assert caught.value.ranks == (1,)
 
 
 def test_a_process_that_has_ended_is_told_from_a_later_one_of_its_id() -> None:
-    me = Process.current()
+    me = Process.current(0)
     assert not me.has_died() and replace(me, start_ticks=me.start_ticks - 1).has_died()
     ended = subprocess.Popen(["true"])
     ended.wait()

@@ -18,7 +18,7 @@ from __future__ import annotations
 import atexit
 import hashlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -58,21 +58,19 @@ def stats() -> dict[str, PlaneStats]:
 
 
 def _samples() -> Iterator[_telemetry.Sample]:
-    for plane in stats().values():
-        for name, meaning, value in (
-            ("collectives", "Collectives that were run", plane.jobs),
-            ("payload_bytes", "Bytes of their tensors", plane.payload_bytes),
-            ("waiting_seconds", "Time in which they waited for others", plane.waiting_s),
-        ):
-            labels = {"plane": plane.plane}
-            yield _telemetry.Sample(f"aggregation_{name}", meaning, "counter", value, labels)
-        for link in plane.links:
-            for name, meaning, value in (
-                ("sent_bytes", "Bytes that this rank sent", link.sent_bytes),
-                ("busy_seconds", "Time of collectives in a transport", link.busy_s),
-            ):
-                labels = {"plane": plane.plane, "transport": link.transport}
-                yield _telemetry.Sample(f"aggregation_{name}", meaning, "counter", value, labels)
+    def sample(name: str, meaning: str, value: float, **labels: str) -> _telemetry.Sample:
+        return _telemetry.Sample(f"aggregation_{name}", meaning, "counter", value, labels)
+
+    for name, of in stats().items():
+        yield sample("collectives", "Collectives that were run", of.jobs, plane=name)
+        yield sample("payload_bytes", "Bytes of their tensors", of.payload_bytes, plane=name)
+        waiting = "Time in which they waited for others"
+        yield sample("waiting_seconds", waiting, of.waiting_s, plane=name)
+        for link in of.links:
+            where = {"plane": name, "transport": link.transport}
+            yield sample("sent_bytes", "Bytes that this rank sent", link.sent_bytes, **where)
+            busy = "Time of collectives in a transport"
+            yield sample("busy_seconds", busy, link.busy_s, **where)
 
 
 def meet(timeout: timedelta) -> tuple[dist.Store, int, int]:
@@ -96,29 +94,29 @@ def create_group(given: Any, options: Options | None = None) -> SmlGroup:
     timeout_s = given.timeout.total_seconds()
     names = list(given.global_ranks_in_group) or list(range(size))
     asked = backends_asked()
-    own: Sequence[str] = ("cpu", "cuda")
-    if asked is not None:
-        own = [device for device, name in asked.devices.items() if name == "sml"]
     other_options = None
     if asked is not None and asked.missing and not isinstance(options, Options):
         options, other_options = None, options  # c10d gives all backends the same
     settings = resolve(options)
     plane: Plane
+    processes: dict[int, Process] = {}
     if settings.plane == "dummy":
-        plane, processes = DummyPlane(rank, size, settings), {}
+        plane = DummyPlane(rank, size, settings)
     else:
-        store = _store_of(names, given.store)
+        # c10d may give one store to groups that different ranks make at the same time:
+        # new_subgroups(group=...).
+        digest = hashlib.blake2b(str(names).encode(), digest_size=8).hexdigest()
+        store = dist.PrefixStore(f"ranks/{digest}", given.store)
+        known = {name: found for group in list(LIVING) for name, found in group.processes.items()}
         with _telemetry.event("aggregation", "create_group", f"{size} ranks"):
-            meeting = Meeting(store, rank, size, timeout_s, names, _known_processes())
+            meeting = Meeting(store, rank, size, timeout_s, names, known)
             plane = _plane_of(meeting, given.store, timeout_s, settings)
-        processes = meeting.by_name
+        processes = dict(zip(names, meeting.processes, strict=True))
     if asked is None:
-        group = SmlGroup(plane, given.store, rank, size, timeout_s)
-    else:
-        _add_missing(asked, given, other_options)
-        group = SmlGroup(plane, given.store, rank, size, timeout_s, own, asked.group)
-    group.processes = processes
-    return group
+        return SmlGroup(plane, given.store, rank, size, timeout_s, processes)
+    _add_missing(asked, given, other_options)
+    own = [device for device, name in asked.devices.items() if name == "sml"]
+    return SmlGroup(plane, given.store, rank, size, timeout_s, processes, own, asked.group)
 
 
 def _add_missing(asked: BackendsAsked, given: Any, options: Any) -> None:
@@ -152,26 +150,9 @@ def _add_missing(asked: BackendsAsked, given: Any, options: Any) -> None:
         asked.group._register_backend(torch.device(device), getattr(kinds, name.upper()), backend)
 
 
-def _store_of(names: Sequence[int], store: Any) -> Any:
-    """Return a store of the group's own.
-
-    c10d may give one store to groups that different ranks make at the same time:
-    ``new_subgroups(group=...)``.
-    """
-    if list(names) == list(range(len(names))):
-        return store
-    digest = hashlib.blake2b(str(list(names)).encode(), digest_size=8).hexdigest()
-    return dist.PrefixStore(f"ranks/{digest}", store)
-
-
-def _known_processes() -> dict[int, Process]:
-    """Return the processes of all existing groups, by global rank."""
-    return {name: found for group in list(LIVING) for name, found in group.processes.items()}
-
-
 def _plane_of(meeting: Meeting, store: Any, timeout_s: float, settings: Aggregation) -> Plane:
     """Return the data plane: shared memory on one host; with TCP and a switch on several."""
-    if len(meeting.on_my_host()) == meeting.size:
+    if len({process.host for process in meeting.processes}) == 1:
         return ShmPlane(meeting, timeout_s, settings)
     if settings.plane == "shm":
         raise UnavailableError(

@@ -69,14 +69,10 @@ def options_of(kind: Callable[[], Any], given: Iterable[Any]) -> Any:
     return options
 
 
-def reduction_of(opts: Any) -> tuple[Op | float, timedelta, bool]:
-    """Return the op (or the factor of PREMUL_SUM), the timeout, and whether the caller waits."""
-    reduce_op = opts.reduceOp
-    value = reduce_op.op.value
-    block = not getattr(opts, "asyncOp", True)
-    if value == _PREMUL_SUM:
-        return premul_factor(reduce_op), opts.timeout, block
-    return OPS[value], opts.timeout, block
+def reduction_of(opts: Any) -> Op | float:
+    """Return the op, or the factor of PREMUL_SUM."""
+    value = opts.reduceOp.op.value
+    return premul_factor(opts.reduceOp) if value == _PREMUL_SUM else OPS[value]
 
 
 def single(tensors: Tensors, operation: str) -> torch.Tensor:

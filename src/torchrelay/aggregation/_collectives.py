@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torchrelay._torch import is_host_memory
 from torchrelay.aggregation import _calls as calls
 from torchrelay.aggregation._dtypes import NATIVE, as_native
-from torchrelay.aggregation._plane import ANY_RANK, Op, Plane, Tensors, Transfer
+from torchrelay.aggregation._plane import ANY_RANK, Op, Plane, Tensors
 from torchrelay.aggregation._staging import Staging
 from torchrelay.aggregation._work import (
     DoneWork,
@@ -86,26 +86,59 @@ class Collectives:
         return True
 
     def all_reduce(self, tensors: Tensors, opts: Any) -> dist.Work:
-        op, given, _ = calls.reduction_of(opts)
+        op = calls.reduction_of(opts)
         if any(tensor.layout is not torch.strided for tensor in tensors):
-            return self._all_reduce_sparse(tensors, op, seconds(given, self.timeout_s))
+            self.count += 1
+            for tensor in tensors:
+                self._sum_sparse(tensor, op, seconds(opts.timeout, self.timeout_s))
+            return DoneWork(tensors)
         staging = Staging()
         for tensor in tensors:
             buffer, buffer_op = _reducible(staging.inout(tensor), op, in_place=True)
             staging.add(self.plane.all_reduce, buffer, buffer_op)
         return self._run(staging, opts, tensors)
 
-    def _all_reduce_sparse(self, tensors: Tensors, op: Op | float, timeout_s: float) -> dist.Work:
-        """Sum sparse tensors. Blocks: sizes differ between ranks, so the second gather needs the
-        first.
+    def _sum_sparse(self, tensor: torch.Tensor, op: Op | float, timeout_s: float) -> None:
+        """Replace ``tensor`` (COO, of any number of sparse and dense dimensions) by the sum over
+        all ranks. Blocks: every rank gathers all indices and values, and adds them up.
+
+        Ranks may hold different indices. The result is coalesced, and the same on all ranks.
+
+        Raises:
+            UnsupportedError: another layout than COO, or another op than SUM.
+            MismatchError: the ranks' shapes or dtypes differ.
         """
-        self.count += 1
-        for tensor in tensors:
-            _add_sparse(self.plane, self.size, tensor, op, timeout_s)
-        return DoneWork(tensors)
+        if tensor.layout is not torch.sparse_coo or op is not Op.SUM:
+            name = op.name if isinstance(op, Op) else "PREMUL_SUM"
+            raise UnsupportedError(
+                f"sml: {name} of {tensor.layout} tensors is not supported; all_reduce takes the "
+                "SUM of torch.sparse_coo tensors, all else needs dense ones (e.g. "
+                "Embedding(sparse=False))"
+            )
+        with torch.no_grad():
+            mine = tensor.detach().cpu().coalesce()
+            indices, values = mine.indices().contiguous(), mine.values().contiguous()
+            facts = torch.tensor([mine.sparse_dim(), *mine.shape, mine._nnz()])
+            all_facts = [torch.empty_like(facts) for _ in range(self.size)]
+            self.plane.all_gather(all_facts, facts, timeout_s, True)
+            if any(not torch.equal(theirs[:-1], facts[:-1]) for theirs in all_facts):
+                shapes = [tuple(theirs[1:-1].tolist()) for theirs in all_facts]
+                raise MismatchError(
+                    "all_reduce: the ranks' sparse tensors differ in shape or sparse dimensions: "
+                    f"{shapes}"
+                )
+            counts = [int(theirs[-1]) for theirs in all_facts]
+            all_indices = [indices.new_empty(indices.shape[0], count) for count in counts]
+            all_values = [values.new_empty(count, *values.shape[1:]) for count in counts]
+            self.plane.all_gather(all_indices, indices, timeout_s, True)
+            self.plane.all_gather(all_values, values, timeout_s, True)
+            total = torch.sparse_coo_tensor(
+                torch.cat(all_indices, 1), torch.cat(all_values), mine.shape, check_invariants=False
+            )
+            tensor.copy_(total.coalesce())
 
     def reduce(self, tensors: Tensors, opts: Any) -> dist.Work:
-        op, _, _ = calls.reduction_of(opts)
+        op = calls.reduction_of(opts)
         root = calls.root_of(opts, self.size, "reduce")
         tensor = calls.single(tensors, "reduce")
         staging = Staging()
@@ -116,7 +149,7 @@ class Collectives:
         return self._run(staging, opts, tensors)
 
     def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> dist.Work:
-        op, _, _ = calls.reduction_of(opts)
+        op = calls.reduction_of(opts)
         staging = Staging()
         for output, blocks in zip(outputs, inputs, strict=True):
             calls.one_block_a_rank(blocks, self.size, output, "reduce_scatter")
@@ -233,9 +266,8 @@ class Collectives:
         calls.check_rank(to, self.size, "send")
         calls.check_tag(tag, "send")
         staging = Staging()
-        buffer = staging.input(tensor)
-        transfer = self.plane.send(buffer, to, tag, self.timeout_s)
-        return self._transfer_work(transfer, tensors, buffer, staging, to)
+        staging.add(self.plane.send, staging.input(tensor), to, tag)
+        return self._run_transfer(staging, tensors, to)
 
     def receive(self, tensors: Tensors, source: int, tag: int) -> dist.Work:
         calls.check_rank(source, self.size, "recv")
@@ -248,22 +280,15 @@ class Collectives:
         tensor = calls.single(tensors, "recv")
         calls.check_tag(tag, "recv")
         staging = Staging()
-        buffer = staging.output(tensor)
-        transfer = self.plane.receive(buffer, source, tag, self.timeout_s)
-        return self._transfer_work(transfer, tensors, buffer, staging, source)
+        staging.add(self.plane.receive, staging.output(tensor), source, tag)
+        return self._run_transfer(staging, tensors, source)
 
-    def _transfer_work(
-        self,
-        transfer: Transfer | None,
-        tensors: Tensors,
-        buffer: torch.Tensor,
-        staging: Staging,
-        peer: int,
-    ) -> dist.Work:
+    def _run_transfer(self, staging: Staging, tensors: Tensors, peer: int) -> dist.Work:
+        ((operation, arguments),) = staging.operations
+        transfer = operation(*arguments, self.timeout_s)
         if transfer is None:
             return self._done(staging, tensors, max(peer, 0))
-        work = TransferWork(self.plane, transfer, tensors, buffer, staging.finish)
-        return self.pending.keep(work)
+        return self.pending.keep(TransferWork(self.plane, transfer, tensors, staging.finish))
 
     def close(self) -> None:
         self.plane.close()
@@ -282,11 +307,10 @@ class Collectives:
         ]
         if not tickets:
             return self._done(staging, tensors)
-        return self.pending.keep(PendingWork(tickets, tensors, staging, staging.finish))
+        return self.pending.keep(PendingWork(tickets, tensors, staging.finish))
 
     def _done(self, staging: Staging, tensors: Tensors, source: int = 0) -> dist.Work:
-        if staging.finish is not None:
-            staging.finish()
+        staging.finish()
         return DoneWork(tensors, source)
 
 
@@ -307,44 +331,3 @@ def _reducible(
         with torch.no_grad():
             buffer = buffer.mul_(op) if in_place else buffer.mul(op)
     return as_native(buffer, Op.SUM)
-
-
-def _add_sparse(
-    plane: Plane, size: int, tensor: torch.Tensor, op: Op | float, timeout_s: float
-) -> None:
-    """Replace ``tensor`` (COO, of any number of sparse and dense dimensions) by the sum over all
-    ranks. Every rank gathers all indices and values, and adds them up.
-
-    Ranks may hold different indices. The result is coalesced, and the same on all ranks.
-
-    Raises:
-        UnsupportedError: another layout than COO, or another op than SUM.
-        MismatchError: the ranks' shapes or dtypes differ.
-    """
-    if tensor.layout is not torch.sparse_coo or op is not Op.SUM:
-        name = op.name if isinstance(op, Op) else "PREMUL_SUM"
-        raise UnsupportedError(
-            f"sml: {name} of {tensor.layout} tensors is not supported; all_reduce takes the SUM of "
-            "torch.sparse_coo tensors, all else needs dense ones (e.g. Embedding(sparse=False))"
-        )
-    with torch.no_grad():
-        mine = tensor.detach().cpu().coalesce()
-        indices, values = mine.indices().contiguous(), mine.values().contiguous()
-        facts = torch.tensor([mine.sparse_dim(), *mine.shape, mine._nnz()])
-        all_facts = [torch.empty_like(facts) for _ in range(size)]
-        plane.all_gather(all_facts, facts, timeout_s, True)
-        if any(not torch.equal(theirs[:-1], facts[:-1]) for theirs in all_facts):
-            shapes = [tuple(theirs[1:-1].tolist()) for theirs in all_facts]
-            raise MismatchError(
-                "all_reduce: the ranks' sparse tensors differ in shape or sparse dimensions: "
-                f"{shapes}"
-            )
-        counts = [int(theirs[-1]) for theirs in all_facts]
-        all_indices = [indices.new_empty(indices.shape[0], count) for count in counts]
-        all_values = [values.new_empty(count, *values.shape[1:]) for count in counts]
-        plane.all_gather(all_indices, indices, timeout_s, True)
-        plane.all_gather(all_values, values, timeout_s, True)
-        total = torch.sparse_coo_tensor(
-            torch.cat(all_indices, 1), torch.cat(all_values), mine.shape, check_invariants=False
-        )
-        tensor.copy_(total.coalesce())

@@ -74,22 +74,47 @@ def _method(
     return call
 
 
-class _NamedGroup(_ProcessGroup):  # type: ignore[misc]
-    """A group's rank, size, store and names. Those that c10d sets reach ``others`` too.
+class SmlGroup(_ProcessGroup):  # type: ignore[misc]
+    """Ranks that communicate over one data plane, for the devices whose backend is ``sml``.
 
     It is also the backend of its devices that c10d asks for what it supports.
+
+    Args:
+        plane: the group owns it and closes it.
+        store: the group's own.
+        timeout_s: for calls that give none.
+        processes: of the ranks, by global rank; kept while the group is in use.
+        devices: the device types of ``sml`` in this group.
+        others: a plain group of the same ranks that holds the backends of all other device types;
+            c10d's names reach it too.
     """
 
     supports_coalescing = supports_shrinking = supports_splitting = supports_time_estimate = False
     # Since torch 2.15.
     supports_reconfigure = supports_window = False
 
-    def __init__(self, store: Store, rank: int, size: int, others: Any) -> None:
+    def __init__(
+        self,
+        plane: Plane,
+        store: Store,
+        rank: int,
+        size: int,
+        timeout_s: float,
+        processes: dict[int, Process],
+        devices: Sequence[str] = ("cpu", "cuda"),
+        others: dist.ProcessGroup | None = None,
+    ) -> None:
         super().__init__(rank, size)
-        self._store, self._rank, self._size = store, rank, size
+        self._on = Collectives(plane, rank, size, timeout_s)
+        self._store = store
         self._others: Any = _ProcessGroup(store, rank, size) if others is None else others
         self._name = self._desc = ""
+        self._devices = frozenset(devices)
+        self._has_cpu = "cpu" in devices
+        self.processes = processes
+        self.is_closed = False
         name_backend(self, "sml")
+        LIVING.add(self)
 
     def name(self) -> str:
         return "sml"
@@ -101,12 +126,6 @@ class _NamedGroup(_ProcessGroup):  # type: ignore[misc]
 
     def eager_connect_single_device(self, device: torch.device) -> None:
         """Do nothing: ranks are connected once the group exists."""
-
-    def getRank(self) -> int:
-        return self._rank
-
-    def getSize(self) -> int:
-        return self._size
 
     def setGroupName(self, name: str) -> None:
         self._name = name
@@ -124,37 +143,6 @@ class _NamedGroup(_ProcessGroup):  # type: ignore[misc]
 
     def get_group_store(self) -> Store:
         return self._store
-
-
-class SmlGroup(_NamedGroup):
-    """Ranks that communicate over one data plane, for the devices whose backend is ``sml``.
-
-    Args:
-        plane: the group owns it and closes it.
-        store: the group's own.
-        timeout_s: for calls that give none.
-        devices: the device types of ``sml`` in this group.
-        others: a plain group of the same ranks that holds the backends of all other device types.
-    """
-
-    def __init__(
-        self,
-        plane: Plane,
-        store: Store,
-        rank: int,
-        size: int,
-        timeout_s: float,
-        devices: Sequence[str] = ("cpu", "cuda"),
-        others: dist.ProcessGroup | None = None,
-    ) -> None:
-        super().__init__(store, rank, size, others)
-        self._on = Collectives(plane, rank, size, timeout_s)
-        self._devices = frozenset(devices)
-        self._has_cpu = "cpu" in devices
-        # Those of its ranks, by global rank, while it is in use.
-        self.processes: dict[int, Process] = {}
-        self.is_closed = False
-        LIVING.add(self)
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._on.timeout_s = timeout.total_seconds()
@@ -249,7 +237,8 @@ class SmlGroup(_NamedGroup):
 
     def row_gather(self, row: torch.Tensor, rows: torch.Tensor) -> Callable[[], None]:
         """Return a function that copies every rank's plain CPU ``row`` into ``rows``, blocking."""
-        on, blocks = self._on, list(rows.view(self._size, -1))
+        on = self._on
+        blocks = list(rows.view(on.size, -1))
 
         def gather() -> None:
             on.count += 1
@@ -294,29 +283,18 @@ class SmlGroup(_NamedGroup):
     # --- synchronisation and messages
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
-        if isinstance(opts, timedelta):
-            opts, timeout = None, opts
-        device = getattr(opts, "device", None)
-        if device is not None and device.type not in self._devices:
+        if not hasattr(opts, "timeout"):  # not as c10d calls it
+            opts = calls.options_of(_c10d.BarrierOptions, (opts, timeout))
+            opts.asyncOp = False
+        if opts.device is not None and opts.device.type not in self._devices:
             work: dist.Work = self._others.barrier(opts)
             return work
         if watched():
-            return self._watched_barrier(opts, timeout)
-        if opts is None or not getattr(opts, "asyncOp", True):
-            return self._on.barrier_within(timeout if opts is None else opts.timeout)
+            opts.device = torch.device("cpu")  # the operator takes a tensor of this device
+            return through_dispatcher(self._others, "barrier", self._on.barrier, (), opts)
+        if not getattr(opts, "asyncOp", True):
+            return self._on.barrier_within(opts.timeout)
         return self._on.barrier(opts)
-
-    def _watched_barrier(self, given: Any, timeout: timedelta | None) -> dist.Work:
-        """Run a barrier through c10d's operator, which takes a tensor; a CPU tensor always
-        exists.
-        """
-        opts = _c10d.BarrierOptions()
-        opts.device = torch.device("cpu")
-        opts.asyncOp = given is not None and getattr(given, "asyncOp", True)
-        limit = timeout if given is None else given.timeout
-        if limit is not None:
-            opts.timeout = limit
-        return through_dispatcher(self._others, "barrier", self._on.barrier, (), opts)
 
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False

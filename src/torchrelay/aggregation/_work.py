@@ -7,11 +7,9 @@ collectives.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -26,25 +24,13 @@ __all__ = ["DoneWork", "PendingWork", "PendingWorks", "TransferWork", "seconds"]
 
 FOREVER_S = 1e9
 
-# A callback of a future may wait for a later collective (PowerSGD's do). It must block neither the
-# thread that runs collectives nor the next completion, so each completion gets a thread; idle
-# threads are reused.
-_MAX_WAITING_CALLBACKS = 4096
-
-
-def _new_completions() -> None:
-    global _completions  # noqa: PLW0603 - threads do not survive a fork: a child gets its own
-    _completions = ThreadPoolExecutor(_MAX_WAITING_CALLBACKS, "sml-completion")
-
-
-_completions: ThreadPoolExecutor
-_new_completions()
-os.register_at_fork(after_in_child=_new_completions)
-
 
 def _complete(source: torch.futures.Future[None]) -> None:
+    """Run the callbacks of a future in a thread of their own: they may wait for a later collective
+    (PowerSGD's do), which must block neither the thread that runs collectives nor the next future.
+    """
     try:
-        _completions.submit(source.set_result, None)
+        threading.Thread(target=source.set_result, args=(None,), name="sml-completion").start()
     except RuntimeError:  # the interpreter is ending, and starts no more threads
         source.set_result(None)
 
@@ -63,21 +49,19 @@ class PendingWork(Work):
     Args:
         tickets: in the order they end.
         tensors: the outputs; the result of the future.
-        kept: tensors that must stay alive until the tickets are done.
         finish: called once before the result is used: copies to outputs that were not contiguous.
+            What it refers to stays alive until then.
     """
 
     def __init__(
         self,
         tickets: Sequence[Ticket],
         tensors: Sequence[torch.Tensor],
-        kept: object = None,
-        finish: Callable[[], None] | None = None,
+        finish: Callable[[], None] | None,
     ) -> None:
         super().__init__()
         self.tickets = tickets
         self._tensors = list(tensors)
-        self._kept = kept
         self._finish = finish
         self._finishing = threading.Lock()
 
@@ -101,7 +85,7 @@ class PendingWork(Work):
 
     def _finish_once(self) -> None:
         with self._finishing:
-            finish, self._finish, self._kept = self._finish, None, None
+            finish, self._finish = self._finish, None
             if finish is not None:
                 finish()
 
@@ -125,17 +109,13 @@ class PendingWork(Work):
     def synchronize(self) -> None:
         self.wait()
 
-    def result(self) -> list[torch.Tensor]:
-        self.wait()
-        return self._tensors
-
-    def _settle(self, _: object) -> list[torch.Tensor]:
+    def result(self, _: object = None) -> list[torch.Tensor]:
         self.wait()
         return self._tensors
 
     def get_future(self) -> torch.futures.Future[Any]:
         source: torch.futures.Future[None] = torch.futures.Future()
-        future: torch.futures.Future[Any] = source.then(self._settle)
+        future: torch.futures.Future[Any] = source.then(self.result)
         if self.in_progress:
             self.tickets[-1].when_done(lambda: _complete(source))
         else:
@@ -147,7 +127,7 @@ class DoneWork(PendingWork):
     """An operation that ended before its call returned."""
 
     def __init__(self, tensors: Sequence[torch.Tensor] = (), source: int = 0) -> None:
-        super().__init__((), tensors)
+        super().__init__((), tensors, None)
         self._source = source
 
     def _source_rank(self) -> int:
@@ -165,10 +145,9 @@ class TransferWork(PendingWork):
         plane: Plane,
         transfer: Transfer,
         tensors: Sequence[torch.Tensor],
-        kept: object = None,
-        finish: Callable[[], None] | None = None,
+        finish: Callable[[], None],
     ) -> None:
-        super().__init__([transfer.ticket], tensors, kept, finish)
+        super().__init__([transfer.ticket], tensors, finish)
         self._plane = plane
         self._transfer = transfer
 
@@ -215,7 +194,7 @@ class PendingWorks:
             for work in works:
                 work.wait()
 
-        return self.keep(PendingWork(tickets, [], works, finish))
+        return self.keep(PendingWork(tickets, [], finish))
 
     def clear(self) -> None:
         self._works.clear()
