@@ -1,68 +1,26 @@
-"""Geometry of boxes: intersections, an index for them, and whether boxes tile a tensor. Pure
-functions.
-"""
+"""Geometry of boxes: intersections, and whether boxes tile a tensor. Pure functions."""
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from itertools import combinations
+from operator import add, sub
 
 from torchrelay.checkpoint._types import Box
 
-__all__ = ["BoxIndex", "contiguous_runs", "intersection", "row_major_strides", "tiling_fault"]
+__all__ = ["contiguous_runs", "intersection", "tiling_fault"]
 
 
 def intersection(one: Box, other: Box) -> Box | None:
     """Return the intersection of two boxes, or None if it is empty."""
-    offsets = tuple(max(pair) for pair in zip(one.offsets, other.offsets, strict=True))
-    ends = (
-        min(a + m, b + n)
-        for a, m, b, n in zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
-    )
-    sizes = tuple(end - start for start, end in zip(offsets, ends, strict=True))
-    return Box(offsets, sizes) if all(size > 0 for size in sizes) else None
-
-
-class BoxIndex:
-    """Finds which of many boxes intersect a given one, in time logarithmic in their number plus
-    linear in the result.
-
-    The boxes are sorted along the dimension in which they differ most; sharded tensors are cut
-    along few dimensions, so that most candidates are hits.
-    """
-
-    def __init__(self, boxes: Sequence[Box]) -> None:
-        self._dim = _busiest_dimension(boxes)
-        order = range(len(boxes))
-        if self._dim is not None:
-            dim = self._dim
-            order = sorted(order, key=lambda i: boxes[i].offsets[dim])  # type: ignore[assignment]
-            self._starts = [boxes[i].offsets[dim] for i in order]
-            self._longest = max(box.sizes[dim] for box in boxes)
-        self._entries = [(i, boxes[i]) for i in order]
-
-    def meeting(self, box: Box) -> Iterator[tuple[int, Box]]:
-        """Return the position of each box that intersects ``box``, and the intersection."""
-        first, last = 0, len(self._entries)
-        if self._dim is not None:
-            start = box.offsets[self._dim]
-            first = bisect_left(self._starts, start - self._longest + 1)
-            last = bisect_left(self._starts, start + box.sizes[self._dim])
-        for position, candidate in self._entries[first:last]:
-            common = intersection(candidate, box)
-            if common is not None:
-                yield position, common
-
-
-def _busiest_dimension(boxes: Sequence[Box]) -> int | None:
-    """Return the dimension with the most different offsets; None if all are equal."""
-    if len(boxes) < 2 or not boxes[0].offsets:
-        return None
-    return max(
-        range(len(boxes[0].offsets)), key=lambda dim: len({box.offsets[dim] for box in boxes})
-    )
+    for start, size, other_start, other_size in zip(*one, *other, strict=True):
+        if min(start + size, other_start + other_size) <= max(start, other_start):
+            return None
+    offsets = tuple(map(max, one.offsets, other.offsets))
+    ends = map(min, map(add, *one), map(add, *other))
+    return Box(offsets, tuple(map(sub, ends, offsets)))
 
 
 def tiling_fault(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
@@ -76,11 +34,10 @@ def tiling_fault(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
             if start < 0 or extent < 0 or start + extent > size:
                 return f"the chunk at {box.offsets} of shape {box.sizes} is out of range"
     full = [box for box in boxes if box.numel]
-    index = BoxIndex(full)
-    for position, box in enumerate(full):
-        for other, common in index.meeting(box):
-            if other != position:
-                return f"two chunks overlap at {common.offsets}"
+    for box, other in combinations(full, 2):
+        common = intersection(box, other)
+        if common is not None:
+            return f"two chunks overlap at {common.offsets}"
     covered, total = sum(box.numel for box in full), math.prod(shape)
     return None if covered == total else f"its chunks hold {covered} of {total} elements"
 
@@ -122,7 +79,8 @@ def contiguous_runs(
         the index of the first element of ``inner``, the length of each contiguous run, and the
         strides of ``outer``, all in elements.
     """
-    strides = tuple(strides or row_major_strides(outer.sizes))
+    dims = range(len(outer.sizes))
+    strides = tuple(strides or (math.prod(outer.sizes[dim + 1 :]) for dim in dims))
     first = sum(
         (a - b) * stride for a, b, stride in zip(inner.offsets, outer.offsets, strides, strict=True)
     )
@@ -134,11 +92,3 @@ def contiguous_runs(
             break
         run *= size
     return first, run, strides
-
-
-def row_major_strides(sizes: Sequence[int]) -> tuple[int, ...]:
-    """Return the strides, in elements, of a contiguous tensor."""
-    strides = [1] * len(sizes)
-    for dim in reversed(range(len(strides) - 1)):
-        strides[dim] = strides[dim + 1] * sizes[dim + 1]
-    return tuple(strides)

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from torchrelay import _native
 from torchrelay._progress import no_progress
-from torchrelay.checkpoint._boxes import BoxIndex, contiguous_runs
+from torchrelay.checkpoint._boxes import contiguous_runs, intersection
 from torchrelay.checkpoint._foreign import find_checkpoint
 from torchrelay.checkpoint._storage import Folder, Path
 from torchrelay.checkpoint._tasks import memory_at, no_collection, run_tasks, usable_threads
@@ -126,8 +126,8 @@ def segments_of(key: str, entry: TensorEntry, box: Box) -> list[Segment]:
     for chunk in entry.chunks:
         if len(entry.chunks) == 1 or chunk.box == box:
             return [Segment(key, entry, chunk, box)]
-    index = BoxIndex([chunk.box for chunk in entry.chunks])
-    return [Segment(key, entry, entry.chunks[i], common) for i, common in index.meeting(box)]
+    common = [(chunk, intersection(chunk.box, box)) for chunk in entry.chunks]
+    return [Segment(key, entry, chunk, inner) for chunk, inner in common if inner is not None]
 
 
 def within(inner: Box, outer: Box) -> tuple[slice, ...]:

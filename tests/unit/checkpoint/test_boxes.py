@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchrelay.checkpoint._boxes import BoxIndex, contiguous_runs, intersection, tiling_fault
+from torchrelay.checkpoint._boxes import contiguous_runs, intersection, tiling_fault
 from torchrelay.checkpoint._inventory import deal
 from torchrelay.checkpoint._read import (
     Segment,
@@ -111,12 +111,17 @@ def test_a_part_is_where_the_storage_has_it(data: st.DataObject) -> None:
 
 @_property
 @given(st.data())
-def test_the_index_finds_what_a_search_of_all_finds(data: st.DataObject) -> None:
-    shape, boxes = data.draw(tilings())
-    wanted = data.draw(boxes_in(shape))
-    found = dict(BoxIndex(boxes).meeting(wanted))
-    everything = {i: intersection(box, wanted) for i, box in enumerate(boxes)}
-    assert found == {i: common for i, common in everything.items() if common is not None}
+def test_an_intersection_has_the_elements_that_both_boxes_have(data: st.DataObject) -> None:
+    shape = data.draw(tilings())[0]
+    one, other = data.draw(boxes_in(shape)), data.draw(boxes_in(shape))
+
+    def elements(box: Box | None) -> set[tuple[int, ...]]:
+        if box is None:
+            return set()
+        ranges = (range(a, a + size) for a, size in zip(*box, strict=True))
+        return {*itertools.product(*ranges)}
+
+    assert elements(intersection(one, other)) == elements(one) & elements(other)
 
 
 @_property
