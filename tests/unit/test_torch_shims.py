@@ -132,16 +132,18 @@ def test_disabled_torch_function_leaves_only_dispatch() -> None:
     assert seen == [torch.ops.aten.neg.default]
 
 
-def test_default_dtype_comes_back_after_an_error() -> None:
-    def fail() -> None:
-        with _torch.default_dtype(torch.float64):
+def test_recorded_modes_end_after_an_error() -> None:
+    def fail(weight: torch.Tensor) -> None:
+        with _torch.plain_torch(), _torch.recorded_modes(torch.float64, grad=True):
             assert torch.ones(1).dtype is torch.float64
+            assert torch.is_grad_enabled() and not (weight * 2).requires_grad
             raise KeyError
 
     before = torch.get_default_dtype()
-    with pytest.raises(KeyError):
-        fail()
-    assert torch.get_default_dtype() is before
+    with torch.no_grad():
+        with pytest.raises(KeyError):
+            fail(torch.ones(1, requires_grad=True))
+        assert torch.get_default_dtype() is before and not torch.is_grad_enabled()
 
 
 def test_default_generator_is_what_plain_draws_come_from() -> None:

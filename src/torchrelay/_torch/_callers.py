@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Collection
-from types import FrameType
+from functools import cache
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -68,12 +69,17 @@ def caller_of(frame: FrameType) -> str | None:
         owner, _, method = function.rpartition(".")
         if frame.f_globals.get("__name__") != module:
             continue
-        if owner and not owner.endswith("<locals>"):
-            found: Any = inspect.unwrap(getattr(getattr(sys.modules[module], owner), method))
-            if found.__code__ is not frame.f_code:
-                continue
+        is_method = owner and not owner.endswith("<locals>")
+        if is_method and _code_of(module, owner, method) is not frame.f_code:
+            continue
         return caller
     return None
+
+
+@cache
+def _code_of(module: str, owner: str, method: str) -> CodeType:
+    found: Any = inspect.unwrap(getattr(getattr(sys.modules[module], owner), method))
+    return found.__code__  # type: ignore[no-any-return]
 
 
 def frame_of(callers: Collection[str], first: int, count: int = 1) -> FrameType | None:

@@ -10,16 +10,15 @@ import torch
 from torch.utils import _python_dispatch
 
 __all__ = [
-    "default_dtype",
     "disabled_torch_function",
     "dispatches_itself",
     "fake_mode_active",
     "fake_mode_key",
-    "grad_asked",
     "is_plain",
     "lowest_mode",
     "plain_torch",
     "profiling",
+    "recorded_modes",
     "span",
     "watched",
 ]
@@ -59,8 +58,8 @@ def is_plain() -> bool:
 class plain_torch:  # noqa: N801
     """No dispatch mode, no autograd, no autocast: operations do what their name says.
 
-    This and the next two are classes, because replays enter them for each operation:
-    ``contextmanager`` and torch's own contexts cost many times as much.
+    This and the next are classes, because replays enter them for each operation: ``contextmanager``
+    and torch's own contexts cost many times as much.
     """
 
     __slots__ = ("_autocast", "_grad", "_inference", "_modes")
@@ -88,44 +87,32 @@ class plain_torch:  # noqa: N801
             self._modes.__exit__(None, None, None)
 
 
-class default_dtype:  # noqa: N801
-    """Set the default dtype within the block."""
+class recorded_modes:  # noqa: N801
+    """Within :class:`plain_torch`: this default dtype, and kernels that ask whether gradients are
+    enabled see ``grad``. There is no autograd.
+    """
 
-    __slots__ = ("_before", "_dtype")
+    __slots__ = ("_before", "_below", "_dtype", "_grad")
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, grad: bool) -> None:
         self._dtype = dtype
+        self._grad = grad
 
     def __enter__(self) -> None:
         self._before = torch.get_default_dtype()
         if self._before is not self._dtype:
             torch.set_default_dtype(self._dtype)
-
-    def __exit__(self, *error: object) -> None:
-        if self._before is not self._dtype:
-            torch.set_default_dtype(self._before)
-
-
-class grad_asked:  # noqa: N801
-    """Within :class:`plain_torch`: no autograd, but kernels that ask whether gradients are enabled
-    see ``enabled``.
-    """
-
-    __slots__ = ("_below", "_enabled")
-
-    def __init__(self, enabled: bool) -> None:
-        self._enabled = enabled
-
-    def __enter__(self) -> None:
-        if self._enabled:
+        if self._grad:
             self._below = _below_autograd()
             self._below.__enter__()
             torch._C._set_grad_enabled(True)
 
     def __exit__(self, *error: object) -> None:
-        if self._enabled:
+        if self._grad:
             torch._C._set_grad_enabled(False)
             self._below.__exit__(None, None, None)
+        if self._before is not self._dtype:
+            torch.set_default_dtype(self._before)
 
 
 # Whether a profiler records this thread.

@@ -60,20 +60,19 @@ class Watch:
         self._is_cpu = generator.device.type == "cpu"
         self._given: list[int] = []
 
-    def position(self, state: torch.Tensor | None = None) -> Position:
+    def position(self) -> Position:
         """Return where the generator stands, as the recorded program sees it."""
-        state = self.generator.get_state() if state is None else state
-        return self.mark(state) or Position(Origin(self.generator.device, state.clone()))
+        state = self.generator.get_state()
+        return self.mark(state) or Position(Origin(self.generator.device, state))
 
     def mark(self, state: torch.Tensor) -> Position | None:
         """Return the position that ``state`` names; None: it is a state of its own."""
         words = state.numpy().view(np.int64)
         if self._is_cpu:
-            mark = int(words[5]) if (words[3], words[4]) == _MAGIC else 0
+            mark = int(words[_MARK.stop - 1]) if (words[3], words[4]) == _MAGIC else 0
         else:
             mark = int(words[1]) // _PHILOX_STEP - _PHILOX_BASE // _PHILOX_STEP
-        with _lock:
-            return _marks.get(mark)
+        return _marks.get(mark)
 
     def draw(self, node: Node, words: int | None) -> None:
         """Give ``node`` its positions, ``words`` apart, and mark the generator with the second.
@@ -81,32 +80,33 @@ class Watch:
         ``words`` is None if it is unknown before the draw.
         """
         state = self.generator.get_state()
-        node.position = before = self.position(state)
+        known = self.mark(state)
+        node.position = before = known or Position(Origin(self.generator.device, state.clone()))
         node.after = after = (
             Position(Origin(before.origin.device, None, before, node))
             if words is None
             else Position(before.origin, before.words + words)
         )
         mark = _new_mark()
-        with _lock:
-            _marks[mark] = after
-        self._given.append(mark)
+        _marks[mark] = after
         blob = state.numpy().view(np.int64)
-        if self._is_cpu:
+        if not self._is_cpu:
+            blob[1] = _PHILOX_BASE + mark * _PHILOX_STEP
+        elif known and blob[_NEXT] == len(_MAGIC) + 1:
+            blob[_MARK.stop - 1] = mark  # no other thread has drawn from the noise yet
+        else:
             blob[_STATE] = np.frombuffer(_noise.randbytes(4 * _BLOCK_WORDS), np.uint32)
             blob[_MARK] = (*_MAGIC, mark)
             blob[_LEFT] = blob[_LEFT] & ~_LOW | (_BLOCK_WORDS - len(_MAGIC))
             blob[_NEXT] = len(_MAGIC) + 1
             blob[_STATE.stop :] = 0
-        else:
-            blob[1] = _PHILOX_BASE + mark * _PHILOX_STEP
+        self._given.append(mark)
         self.generator.set_state(state)
 
     def forget(self) -> None:
         """Withdraw the marks: they mean nothing from now on."""
-        with _lock:
-            for mark in self._given:
-                _marks.pop(mark, None)
+        for mark in self._given:
+            _marks.pop(mark, None)
 
 
 def acquire(generator: torch.Generator) -> Watch:

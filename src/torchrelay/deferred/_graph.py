@@ -75,11 +75,7 @@ class StorageRecord(list["Node"]):
         reads_outside: whether one of them, or of those that it depends on, reads an External.
     """
 
-    __slots__ = ("__weakref__", "reads_outside")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.reads_outside = False
+    reads_outside = False
 
 
 class History:
@@ -400,20 +396,23 @@ class Node:
         Args:
             reads_outside: whether an argument is an External.
         """
-        reads_outside = reads_outside or any(kept.record.reads_outside for kept in self.keeps)
+        for kept in self.keeps:
+            reads_outside = reads_outside or kept.record.reads_outside
         for region in self.targets():
             record = region.storage.history().record
             record.append(self)
-            record.reads_outside = record.reads_outside or reads_outside
+            if reads_outside:
+                record.reads_outside = True
 
     def finish(self) -> None:
         """Note that memory that it reads is kept for it no longer: only the records are."""
-        self.records += tuple(kept.storage.keep_record(kept) for kept in self.keeps)
-        self.keeps = ()
+        if self.keeps:
+            self.records += tuple(kept.storage.keep_record(kept) for kept in self.keeps)
+            self.keeps = ()
 
     def targets(self) -> list[Region]:
         """Return the regions that it writes and makes."""
-        return [*self.writes, *(region for region in self.outputs if region is not None)]
+        return [region for region in (*self.writes, *self.outputs) if region is not None]
 
 
 def map_tensors(value: Any, kinds: Any, function: Any) -> Any:

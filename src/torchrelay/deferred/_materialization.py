@@ -13,6 +13,7 @@ from torchrelay import _telemetry, _torch
 from torchrelay._progress import Progress, tracking
 from torchrelay.deferred._graph import Storage
 from torchrelay.deferred._modules import (
+    OF_EVERY_MODULE,
     PLAIN,
     children_first,
     fakes_inside,
@@ -266,11 +267,13 @@ class _Materialization:
     def _give(self, fake: FakeTensor) -> torch.Tensor:
         history, region = fake._history, fake._region
         storage, is_blank = region.storage, id(fake) in self._blank
-        if is_blank and storage not in self._memory:
-            self._memory[storage] = self._replay.empty(storage)
         with _torch.plain_torch():
-            values = self._memory[storage] if is_blank else self._replay.storage(storage)
-            memory = region.over(values)
+            if is_blank:
+                if storage not in self._memory:
+                    self._memory[storage] = self._replay.empty(storage)
+                memory = region.over(self._memory[storage])
+            else:
+                memory = self._replay.final(region)
             real = self._convert(memory)
         become(fake, real)
         if real is memory and not is_blank:
@@ -298,7 +301,7 @@ def _loose_fakes(module: torch.nn.Module) -> list[FakeTensor]:
     found = {
         id(fake): fake
         for name, value in module.__dict__.items()
-        if type(value) not in PLAIN and name not in ("_parameters", "_buffers", "_modules")
+        if name not in OF_EVERY_MODULE and type(value) not in PLAIN
         for fake in fakes_inside(value, 2)
         if fake._region.storage.deferred
     }

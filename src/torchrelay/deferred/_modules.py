@@ -21,7 +21,13 @@ from torch.utils._pytree import tree_leaves
 
 from torchrelay.deferred._tensor import FakeTensor, Life
 
-__all__ = ["PLAIN", "children_first", "fakes_inside", "find_escapes", "note_escapes", "own_tensors"]
+__all__ = [
+    "OF_EVERY_MODULE", "PLAIN", "children_first", "fakes_inside", "find_escapes", "note_escapes",
+    "own_tensors",
+]  # fmt: skip
+
+# What torch gives to every module: no attributes of the program.
+OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
 
 # What most globals and attributes are, and no container.
 PLAIN = {

@@ -210,7 +210,7 @@ class _Part:
         if isinstance(kwargs.get("device"), torch.device):
             kwargs["device"] = self._replay.place(kwargs["device"])
         args = map_tensors(node.args, kinds, real)
-        with _torch.default_dtype(node.default_dtype):
+        with _torch.recorded_modes(node.default_dtype, node.grad):
             result = node.func(*args, **map_tensors(kwargs, kinds, real))
         if result.data_ptr() != mine.data_ptr():
             mine.copy_(result)

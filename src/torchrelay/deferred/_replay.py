@@ -50,8 +50,9 @@ class Replay:
         self.generators = Generators(self._run_for_draw)
         self._kept = _Kept()
 
-    def storage(self, storage: Storage) -> torch.UntypedStorage:
-        """Return the memory of ``storage`` in its last state; its operations are run for good."""
+    def final(self, region: Region) -> torch.Tensor:
+        """Return ``region`` in its last state, for good: its memory can be handed out."""
+        storage = region.storage
         history = storage.history()
         if history.escaped is None:
             schedule = Schedule([(storage, END)], materialization=self.materialization)
@@ -59,8 +60,8 @@ class Replay:
             for node in schedule.nodes:
                 node.finish()
         if history.real is None:  # nothing was ever written
-            return history.hold(self.empty(storage))
-        return history.real
+            history.hold(self.empty(storage))
+        return history.cached_view(region)
 
     def values(self, region: Region, before: int = END) -> torch.Tensor:
         """Return the values of ``region`` before place ``before`` in the program, in scratch
@@ -100,21 +101,18 @@ class Replay:
         history = region.storage.history()
         if before == END and history.escaped is not None and history.real is not None:
             return region.over(history.real)
-        run = _Run(
-            self, Schedule([(region.storage, before)], materialization=self.materialization), keep
-        )
-        run.all()
-        if keep:
-            self._kept.note(run.kept)
-        return region.over(run.memory(region.storage))
+        schedule = Schedule([(region.storage, before)], materialization=self.materialization)
+        run = _Run(self, schedule, keep)
+        with _torch.plain_torch():
+            run.all()
+            if keep:
+                self._kept.note(run.kept)
+            return region.over(run.memory(region.storage))
 
     def empty(self, storage: Storage) -> torch.UntypedStorage:
         """Return uninitialized memory for ``storage``."""
         where = self.place(storage.device)
-        with _torch.plain_torch():
-            return torch.empty(
-                storage.size_bytes, dtype=torch.uint8, device=where
-            ).untyped_storage()
+        return torch.empty(storage.size_bytes, dtype=torch.uint8, device=where).untyped_storage()
 
     def place(self, device: torch.device) -> torch.device:
         """Return the device for what was recorded for ``device``.
@@ -135,7 +133,9 @@ class Replay:
     def _run_for_draw(self, node: Node) -> None:
         if describe(node.func).fills and not node.reads:
             node = _without_target(node)
-        _Run(self, Schedule(nodes=[node], materialization=self.materialization), keep=False).all()
+        schedule = Schedule(nodes=[node], materialization=self.materialization)
+        with _torch.plain_torch():
+            _Run(self, schedule, keep=False).all()
 
 
 _ARGUMENTS = (Region, External, Constant)
@@ -175,11 +175,10 @@ class _Run:
     def all(self) -> None:
         """Run every operation."""
         schedule = self._schedule
-        with _torch.plain_torch():
-            for node in schedule.nodes:
-                self._run(node)
-                while self._ends and schedule.last_uses[self._ends[-1]] <= node.seq:
-                    self._release(self._ends.pop())
+        for node in schedule.nodes:
+            self._run(node)
+            while self._ends and schedule.last_uses[self._ends[-1]] <= node.seq:
+                self._release(self._ends.pop())
         for storage in list(self._scratch):
             self._settle(storage)
 
@@ -251,7 +250,7 @@ class _Run:
         args, kwargs = map_tensors((node.args, node.kwargs), _ARGUMENTS, real)
         if isinstance(kwargs.get("device"), torch.device):
             kwargs["device"] = self._replay.place(kwargs["device"])
-        with _torch.default_dtype(node.default_dtype), _torch.grad_asked(node.grad):
+        with _torch.recorded_modes(node.default_dtype, node.grad):
             if generator is None:
                 return node.func(*args, **kwargs)
             return self._draw(node, args, kwargs, generator)
