@@ -14,9 +14,9 @@ __all__ = ["contiguous_runs", "intersection", "tiling_fault"]
 
 
 def intersection(one: Box, other: Box) -> Box | None:
-    """Return the intersection of two boxes, or None if it is empty."""
+    """Return the intersection of two boxes that are not empty, or None if it is empty."""
     for start, size, other_start, other_size in zip(*one, *other, strict=True):
-        if min(start + size, other_start + other_size) <= max(start, other_start):
+        if start + size <= other_start or other_start + other_size <= start:
             return None
     offsets = tuple(map(max, one.offsets, other.offsets))
     ends = map(min, map(add, *one), map(add, *other))

@@ -6,19 +6,22 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torchrelay.checkpoint import _catalog
 from torchrelay.checkpoint._boxes import tiling_fault
-from torchrelay.checkpoint._data_file import StoredTensor, header_size, parse_header
 from torchrelay.checkpoint._local import LocalFolder
 from torchrelay.checkpoint._manifest import from_folder
 from torchrelay.checkpoint._storage import Folder, Path, local_path
 from torchrelay.checkpoint._types import (
     DTYPES,
     MANIFEST,
+    MAX_HEADER_BYTES,
+    PADDING,
     Box,
     Chunk,
     DataFile,
@@ -33,6 +36,7 @@ __all__ = ["find_checkpoint"]
 _BY_CODE: Mapping[str, Dtype] = {
     dtype.code: dtype for dtype in reversed(list(DTYPES.values())) if dtype.width == 1
 }
+_WRITER = {"writer": "torchrelay"}  # in the metadata of a file that has padding
 _SHARDING = "DCP_SHARDING_INFO"  # in the metadata of files of DCP's Hugging Face writer
 
 
@@ -99,27 +103,26 @@ def _manifest_of(folder: Folder, names: list[str]) -> Manifest:
     for name in names:
         where = f"{folder.location}/{name}"
         size = folder.size_bytes(name)
-        first = bytearray(min(8, size))
-        folder.read(name, 0, memoryview(first))
-        header = bytearray(header_size(bytes(first), size, where))
+        header = bytearray(min(8, size))
+        folder.read(name, 0, memoryview(header))
+        header = bytearray(_header_size(bytes(header), size, where))
         folder.read(name, 0, memoryview(header))
         files[name] = DataFile(size, len(header), 0)
-        tensors, metadata = parse_header(bytes(header), size, where)
-        offsets = _saved_offsets(metadata, tensors, where)
-        for key, stored in tensors.items():
+        chunks, metadata = _parse_header(bytes(header), files[name], name, where)
+        offsets = _saved_offsets(metadata, chunks, where)
+        for key, (code, chunk) in chunks.items():
             if key in found and key not in offsets:
                 other = found[key][0][1].file
                 raise CorruptionError(
                     f"{folder.location}: tensor {key!r} is in {other} and in {name}"
                 )
-            box = Box(offsets.get(key, (0,) * len(stored.shape)), stored.shape)
-            chunk = Chunk(box, name, stored.start, stored.size_bytes)
-            found.setdefault(key, []).append((stored.code, chunk))
+            box = Box(offsets.get(key, chunk.box.offsets), chunk.box.sizes)
+            found.setdefault(key, []).append((code, chunk._replace(box=box)))
     return Manifest("", 1, files, {key: _join(key, parts, folder) for key, parts in found.items()})
 
 
 def _saved_offsets(
-    metadata: Mapping[str, Any], tensors: Mapping[str, StoredTensor], where: str
+    metadata: Mapping[str, Any], chunks: Mapping[str, tuple[str, Chunk]], where: str
 ) -> dict[str, tuple[int, ...]]:
     """Return where each tensor of a file begins in the whole one.
 
@@ -134,12 +137,12 @@ def _saved_offsets(
     try:
         sharding = json.loads(metadata[_SHARDING])
         offsets = {
-            key: tuple(int(offset) for offset in sharding[key]["saved_offsets"]) for key in tensors
+            key: tuple(int(offset) for offset in sharding[key]["saved_offsets"]) for key in chunks
         }
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise CorruptionError(f"{where}: {_SHARDING} is damaged ({error!r})") from None
     for key, begin in offsets.items():
-        if len(begin) != len(tensors[key].shape) or any(o < 0 or o >= 1 << 62 for o in begin):
+        if len(begin) != len(chunks[key][1].box.sizes) or any(o < 0 or o >= 1 << 62 for o in begin):
             raise CorruptionError(f"{where}: tensor {key!r} cannot begin at {begin}")
     return offsets
 
@@ -156,3 +159,69 @@ def _join(key: str, parts: Sequence[tuple[str, Chunk]], folder: Folder) -> Tenso
             "files of all ranks must be there, of one checkpoint"
         )
     return TensorEntry(_BY_CODE[codes.pop()], shape, chunks)
+
+
+def _header_size(first_bytes: bytes, file_bytes: int, where: str) -> int:
+    """Return the length of the header that begins with these 8 bytes, including them.
+
+    Raises:
+        CorruptionError: the length is impossible.
+    """
+    if len(first_bytes) < 8:
+        raise CorruptionError(f"{where}: {file_bytes} bytes are too few for a safetensors file")
+    size = int(struct.unpack("<Q", first_bytes[:8])[0])
+    if size + 8 > MAX_HEADER_BYTES or size + 8 > file_bytes:
+        if first_bytes.startswith(b"PK\x03\x04"):
+            raise CorruptionError(
+                f"{where}: a zip archive, as torch.save writes; convert it with 'torchrelay "
+                f"checkpoint convert {where} FOLDER --to torchrelay', and load FOLDER"
+            )
+        raise CorruptionError(
+            f"{where}: not a safetensors file (it claims a header of {size} bytes)"
+        )
+    return size + 8
+
+
+def _parse_header(
+    header: bytes, file: DataFile, name: str, where: str
+) -> tuple[dict[str, tuple[str, Chunk]], dict[str, Any]]:
+    """Return the dtype and chunk of each tensor that a header describes, without padding, and the
+    file's metadata.
+
+    Raises:
+        CorruptionError: it is damaged or describes what the file cannot hold.
+    """
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len({key for key, _ in pairs}) != len(pairs):
+            raise CorruptionError(f"{where}: the header names a tensor twice")
+        return dict(pairs)
+
+    try:
+        entries = json.loads(header[8:], object_pairs_hook=unique)
+        metadata = entries.pop("__metadata__", None) or {}
+        is_ours = _WRITER.items() <= metadata.items()
+        found = {
+            key: (entry["dtype"], _chunk(entry, name, len(header)))
+            for key, entry in entries.items()
+            if not (is_ours and key.startswith(PADDING))
+        }
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise CorruptionError(f"{where}: the safetensors header is damaged ({error})") from None
+    for key, (_, chunk) in found.items():
+        if chunk.start + chunk.size_bytes > file.size_bytes:
+            raise CorruptionError(
+                f"{where}: tensor {key!r} ends at byte {chunk.start + chunk.size_bytes} of a file "
+                f"of {file.size_bytes} bytes; the file is cut short"
+            )
+    return found, metadata
+
+
+def _chunk(entry: Any, name: str, base: int) -> Chunk:
+    shape = tuple(int(size) for size in entry["shape"])
+    start, end = (int(position) for position in entry["data_offsets"])
+    if start < 0 or any(size < 0 for size in shape):
+        raise ValueError("a negative size")
+    if end - start != math.prod(shape) * _BY_CODE[entry["dtype"]].itemsize:
+        raise ValueError(f"{shape} of {entry['dtype']} does not have {end - start} bytes")
+    return Chunk(Box.whole(shape), name, base + start, end - start)

@@ -154,7 +154,7 @@ def load(
     loading = _Loading(
         state, ranks, prefix, strict, initialize_missing, overwrite, reading, device, shard
     )
-    with _telemetry.event("checkpoint", "load", text_of(path)) as running, closing(loading):
+    with _telemetry.event("checkpoint", "load", text_of(path)) as running, loading.files:
         loading.open(path)
         if verify == "data" and not overwrite:
             loading.verify()
@@ -163,15 +163,15 @@ def load(
             progress, loading.size_bytes, "loading", shown=ranks.is_coordinator
         ) as advance:
             ranks.together(lambda: loading.fill(advance))
-    return loading.result()
+    return loading.result
 
 
 class _Part:
     """A stateful object (module, optimizer) of the state; without an owner, the rest of it."""
 
-    def __init__(self, owner: Any, name: str = "") -> None:
+    def __init__(self, start: str, owner: Any = None) -> None:
         self.owner = owner
-        self.start = f"{name}." if name else ""  # what its keys begin with in the whole state
+        self.start = start  # what its keys begin with in the checkpoint
         self.state: Any = {}
         self.leaves: dict[str, Leaf] = {}
         if owner is not None:
@@ -201,19 +201,19 @@ class _Part:
         self.owner.load_state_dict(self.state)
 
 
-def _parts(state: Any) -> list[_Part]:
+def _parts(state: Any, prefix: str) -> list[_Part]:
     """Return the stateful objects at any depth of a state, and the rest of it."""
     if is_stateful(state):
-        return [_Part(state)]
+        return [_Part(prefix, state)]
     if not isinstance(state, MutableMapping):
         raise ArgumentError(
             f"a state is a dictionary, a module or has state_dict(); got {type(state).__name__}"
         )
-    parts, rest = [], _Part(None)
+    parts, rest = [], _Part(prefix)
     rest.state = state
     for key, leaf in flatten(state).items():
         if is_stateful(leaf.value):
-            parts.append(_Part(leaf.value, key_of(leaf.path)))
+            parts.append(_Part(f"{prefix}{key_of(leaf.path)}.", leaf.value))
         else:
             rest.leaves[key] = leaf
     return [*parts, rest]
@@ -240,7 +240,7 @@ class _Loading:
     reading: ReadOptions
     device: torch.device | str | None
     shard: DeferredShard | None
-    _files: ExitStack = field(default_factory=ExitStack)
+    files: ExitStack = field(default_factory=ExitStack)
 
     def open(self, path: Path) -> None:
         """Open one checkpoint on all ranks, and compare it with the state; changes nothing.
@@ -272,10 +272,10 @@ class _Loading:
         """Open the checkpoint at ``path``; return it and its fingerprint."""
 
         def check(reader: ChunkReader) -> None:
-            self._files.callback(reader.close)
+            self.files.callback(reader.close)
             self._reader, self._manifest = reader, reader.manifest
             self._location = reader.folder.location
-            self._parts = _parts(self.state)
+            self._parts = _parts(self.state, self.prefix)
             self._objects: list[tuple[_Part, Leaf, Any]] = []
             self._segments: list[Segment] = []
             self._targets: list[torch.Tensor | partial[torch.Tensor]] = []
@@ -286,15 +286,9 @@ class _Loading:
         ChunkReader.open(path, self.reading, check)
         return path, self._manifest.fingerprint
 
-    def close(self) -> None:
-        self._files.close()
-
     @property
     def size_bytes(self) -> int:
         return sum(segment.size_bytes for segment in self._segments)
-
-    def result(self) -> LoadResult:
-        return LoadResult([*self._missing], self._unexpected)
 
     @no_collection()
     def _match(self) -> None:
@@ -309,7 +303,7 @@ class _Loading:
         for part in self._parts:
             self._fit_optimizer(part)
             for name, leaf in part.leaves.items():
-                key = self._key(part, name)
+                key = part.start + name
                 if key in known:
                     raise ArgumentError(f"two values of the state have the key {key!r}")
                 known[key] = part
@@ -323,13 +317,11 @@ class _Loading:
             key: found for key, found in lacking.items() if not _identities(found[1]) & filled
         }
         held = (*self._manifest.tensors, *self._manifest.objects)
-        self._unexpected = [key for key in held if key.startswith(self.prefix) and key not in known]
+        unexpected = [key for key in held if key.startswith(self.prefix) and key not in known]
+        self.result = LoadResult([*self._missing], unexpected)
         if self.strict:
             self._check_missing()
             self._check_unexpected()
-
-    def _key(self, part: _Part, name: str) -> str:
-        return self.prefix + part.start + name
 
     def _fit_optimizer(self, part: _Part) -> None:
         """Make the state dict of an optimizer as the checkpoint has it."""
@@ -339,7 +331,7 @@ class _Loading:
             and isinstance(state.get("state"), dict)
             and isinstance(state.get("param_groups"), list)
         ):
-            part.state = fitted(owner, state, self._manifest, self._key(part, ""))
+            part.state = fitted(owner, state, self._manifest, part.start)
             part.leaves = flatten(part.state)
 
     def _check_missing(self) -> None:
@@ -371,14 +363,14 @@ class _Loading:
         """Return whether a strict load needs a key that the checkpoint lacks."""
         if is_waiting(leaf.value):
             return not self.initialize_missing
-        if isinstance(part.owner, torch.optim.Optimizer):
-            return not may_lack(part.owner, key, self._manifest, self._key(part, ""))
-        return True
+        is_option = isinstance(part.owner, torch.optim.Optimizer) and may_lack(
+            part.owner, key, self._manifest, part.start
+        )
+        return not is_option
 
     def _check_unexpected(self) -> None:
         for part in self._parts:
-            start = self._key(part, "")
-            extra = [key for key in self._unexpected if key.startswith(start)]
+            extra = [key for key in self.result.unexpected_keys if key.startswith(part.start)]
             if part.owner is not None and extra:
                 raise MismatchError(
                     f"{self._location}: the checkpoint has {_listed(extra)}, which this "
@@ -470,13 +462,12 @@ class _Loading:
             part.finish()
 
     def _materialize(self, part: _Part) -> None:
-        names = {name: self._key(part, name) for name in part.leaves}
-        missing = [name for name, key in names.items() if key in self._missing]
+        missing = {name for name in part.leaves if part.start + name in self._missing}
         materialize_module(
             part.owner,
             device=self.device,
             shard=self.shard,
-            uninitialized=[name for name, key in names.items() if key not in self._missing],
+            uninitialized=part.leaves.keys() - missing,
             leave_deferred=() if self.initialize_missing else missing,
         )
         part.renew()

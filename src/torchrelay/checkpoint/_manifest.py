@@ -12,17 +12,18 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
+from json.encoder import encode_basestring_ascii as quoted
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from torchrelay import _native
 from torchrelay.checkpoint._boxes import tiling_fault
-from torchrelay.checkpoint._data_file import MAX_HEADER_BYTES, quoted
 from torchrelay.checkpoint._tasks import no_collection
 from torchrelay.checkpoint._types import (
     BLOCK_BYTES,
     DTYPES,
     MANIFEST,
+    MAX_HEADER_BYTES,
     Box,
     Chunk,
     DataFile,
@@ -48,6 +49,7 @@ __all__ = [
     "from_bytes",
     "from_folder",
     "head_of",
+    "quoted",
     "tensor_text",
     "to_bytes",
 ]

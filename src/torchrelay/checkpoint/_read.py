@@ -126,8 +126,11 @@ def segments_of(key: str, entry: TensorEntry, box: Box) -> list[Segment]:
     for chunk in entry.chunks:
         if len(entry.chunks) == 1 or chunk.box == box:
             return [Segment(key, entry, chunk, box)]
-    common = [(chunk, intersection(chunk.box, box)) for chunk in entry.chunks]
-    return [Segment(key, entry, chunk, inner) for chunk, inner in common if inner is not None]
+    return [
+        Segment(key, entry, chunk, inner)
+        for chunk in entry.chunks
+        if chunk.size_bytes and (inner := intersection(chunk.box, box)) is not None
+    ]
 
 
 def within(inner: Box, outer: Box) -> tuple[slice, ...]:

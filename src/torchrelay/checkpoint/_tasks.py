@@ -8,7 +8,7 @@ import ctypes
 import gc
 import os
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 
 __all__ = ["memory_at", "no_collection", "run_tasks", "usable_threads"]
@@ -26,29 +26,15 @@ def run_tasks(tasks: Sequence[Callable[[], None]], threads: int) -> None:
     if len(tasks) == 1:
         tasks[0]()
         return
-    todo = iter(enumerate(tasks))  # which all threads take from
-    errors: dict[int, BaseException] = {}
-
-    def work() -> None:
-        for index, task in todo:
-            if errors:
-                return
-            try:
-                task()
-            except BaseException as error:
-                errors[index] = error
-
     with ThreadPoolExecutor(threads, "torchrelay-checkpoint") as pool:
-        futures = [pool.submit(work) for _ in tasks[:threads]]
+        futures = [pool.submit(task) for task in tasks]
         try:
-            for future in futures:
-                future.result()
-        except BaseException as error:  # of this thread, such as KeyboardInterrupt
-            errors[-1] = error
-    if errors:
-        first = errors[min(errors)]
-        errors.clear()  # whose tracebacks refer to the frames that have `errors`
-        raise first
+            wait(futures, return_when=FIRST_EXCEPTION)
+        finally:
+            pool.shutdown(cancel_futures=True)
+    for future in futures:
+        if not future.cancelled():
+            future.result()
 
 
 @contextmanager

@@ -25,7 +25,9 @@ __all__ = [
     "DATA_NAME",
     "DTYPES",
     "MANIFEST",
+    "MAX_HEADER_BYTES",
     "NOTE_NAME",
+    "PADDING",
     "Box",
     "Chunk",
     "DataFile",
@@ -41,6 +43,8 @@ __all__ = [
 
 MANIFEST = "manifest.json"
 DATA_NAME = re.compile(r"data-\d{5,}-\d{5,}\.safetensors", re.ASCII)
+PADDING = "__padding__"  # begins the name of a tensor that no state has
+MAX_HEADER_BYTES = 100_000_008  # as safetensors has it, and the 8 bytes of the length
 NOTE_NAME = re.compile(r"torchrelay-part-\d{5,}\.json", re.ASCII)
 Sizes = NDArray[np.uint64]  # of bytes
 StatePath = tuple[str | int | tuple[int], ...]

@@ -33,7 +33,7 @@ import math
 import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -57,19 +57,17 @@ def encode(key: str, value: Any, depth: int = 0) -> Any:
     if depth > MAX_DEPTH:
         raise ArgumentError(f"{key[:80]}...: the value is nested more than {MAX_DEPTH} levels deep")
     kind = type(value)
-    if value is None or kind in (bool, str):
+    if value is None or kind in (bool, str) or (kind is float and math.isfinite(value)):
         return value
+    if kind is int:
+        return _checked_int(key, value)
     if kind is list:
         return _encode_items(key, value, depth)
     if kind is dict and all(type(name) is str and not name.startswith("$") for name in value):
         return {name: encode(f"{key}.{name}", item, depth + 1) for name, item in value.items()}
-    if kind in _ENCODERS:
-        return _ENCODERS[kind](key, value, depth)
-    if isinstance(value, enum.Enum):
-        return {"$enum": _encode_enum(key, value)}
-    if isinstance(value, np.generic):
-        content = base64.b64encode(_array_bytes(key, np.asarray(value))).decode()
-        return {"$scalar": [value.dtype.str, content]}
+    of = next((base for base in (enum.Enum, np.generic) if isinstance(value, base)), kind)
+    if of in _TAGS:
+        return {_TAGS[of]: _KINDS[_TAGS[of]].encode(key, value, depth)}
     raise ArgumentError(
         f"{key}: a checkpoint holds tensors and plain values (None, bool, int, float, str, bytes, "
         "list, tuple, dict, OrderedDict, Counter, NumPy arrays and scalars, enum members, "
@@ -89,7 +87,7 @@ def _encode_pairs(key: str, value: dict[Any, Any], depth: int) -> list[Any]:
     ]
 
 
-def _encode_int(key: str, value: int, depth: int) -> int:
+def _checked_int(key: str, value: int) -> int:
     if value.bit_length() > _MAX_BITS:
         raise ArgumentError(
             f"{key}: the integer has {value.bit_length()} bits, more than {_MAX_BITS}; save its "
@@ -98,24 +96,24 @@ def _encode_int(key: str, value: int, depth: int) -> int:
     return value
 
 
-def _encode_bytes(key: str, value: bytes, depth: int) -> Any:
+def _encode_bytes(key: str, value: bytes, depth: int = 0) -> str:
     _check_size(key, len(value))
-    return {"$bytes": base64.b64encode(value).decode()}
+    return base64.b64encode(value).decode()
 
 
-def _encode_array(key: str, value: np.ndarray[Any, Any], depth: int) -> Any:
-    content = base64.b64encode(_array_bytes(key, value)).decode()
-    return {"$array": [value.dtype.str, list(value.shape), content]}
-
-
-def _array_bytes(key: str, array: np.ndarray[Any, Any]) -> bytes:
-    if array.dtype.kind not in _ARRAY_KINDS or not array.itemsize:
+def _encode_array(key: str, value: np.ndarray[Any, Any], depth: int) -> list[Any]:
+    if value.dtype.kind not in _ARRAY_KINDS or not value.itemsize:
         raise ArgumentError(
-            f"{key}: a checkpoint cannot hold NumPy arrays of {array.dtype}; save their fields, or "
+            f"{key}: a checkpoint cannot hold NumPy arrays of {value.dtype}; save their fields, or "
             "lists"
         )
-    _check_size(key, array.nbytes)
-    return array.tobytes()
+    _check_size(key, value.nbytes)
+    return [value.dtype.str, list(value.shape), _encode_bytes(key, value.tobytes())]
+
+
+def _encode_scalar(key: str, value: np.generic, depth: int) -> list[Any]:
+    dtype, _, text = _encode_array(key, np.asarray(value), depth)
+    return [dtype, text]
 
 
 def _check_size(key: str, size_bytes: int) -> None:
@@ -126,7 +124,7 @@ def _check_size(key: str, size_bytes: int) -> None:
         )
 
 
-def _encode_enum(key: str, value: enum.Enum) -> list[Any]:
+def _encode_enum(key: str, value: enum.Enum, depth: int) -> list[Any]:
     kind = type(value)
     members = kind.__members__
     name = value.name
@@ -145,21 +143,6 @@ def _enum_class(module: str, name: str) -> Any:
     for part in name.split("."):
         found = vars(found).get(part) if hasattr(found, "__dict__") else None
     return found if isinstance(found, enum.EnumMeta) else None
-
-
-_ENCODERS: Mapping[type, Callable[[str, Any, int], Any]] = {
-    int: _encode_int,
-    float: lambda key, value, depth: value if math.isfinite(value) else {"$float": str(value)},
-    bytes: _encode_bytes,
-    tuple: lambda key, value, depth: {"$tuple": _encode_items(key, value, depth)},
-    dict: lambda key, value, depth: {"$items": _encode_pairs(key, value, depth)},
-    OrderedDict: lambda key, value, depth: {"$ordered": _encode_pairs(key, value, depth)},
-    Counter: lambda key, value, depth: {"$counter": _encode_pairs(key, value, depth)},
-    np.ndarray: _encode_array,
-    torch.dtype: lambda key, value, depth: {"$dtype": str(value).removeprefix("torch.")},
-    torch.device: lambda key, value, depth: {"$device": str(value)},
-    torch.Size: lambda key, value, depth: {"$size": list(value)},
-}
 
 
 def decode(key: str, value: Any) -> Any:
@@ -185,16 +168,12 @@ def _decode(key: str, value: Any) -> Any:
         return {name: _decode(key, item) for name, item in value.items()}
     try:
         (content,) = value.values()
-        return _DECODERS[tag](key, content)
+        return _KINDS[tag].decode(key, content)
     except MismatchError:
         raise
     except (AttributeError, KeyError, TypeError, ValueError, RuntimeError):
         pass
     raise CorruptionError(f"{key}: the manifest holds a value of an unknown kind, {tag!r}")
-
-
-def _decode_pairs(key: str, pairs: Any) -> Iterable[tuple[Any, Any]]:
-    return [(_decode(key, name), _decode(key, item)) for name, item in pairs]
 
 
 def _decode_dtype(key: str, name: str) -> torch.dtype:
@@ -239,17 +218,39 @@ def _decode_enum(key: str, content: Any) -> Any:
         raise MismatchError(f"{key}: the enum {module}.{name} has no member {member!r}") from None
 
 
-_DECODERS: Mapping[str, Callable[[str, Any], Any]] = {
-    "$tuple": lambda key, items: tuple(_decode(key, item) for item in items),
-    "$items": lambda key, pairs: dict(_decode_pairs(key, pairs)),
-    "$ordered": lambda key, pairs: OrderedDict(_decode_pairs(key, pairs)),
-    "$counter": lambda key, pairs: Counter(dict(_decode_pairs(key, pairs))),
-    "$float": _decode_float,
-    "$bytes": lambda key, text: binascii.a2b_base64(text),
-    "$array": _decode_array,
-    "$scalar": _decode_scalar,
-    "$dtype": _decode_dtype,
-    "$device": lambda key, name: torch.device(name),
-    "$size": lambda key, sizes: torch.Size(sizes),
-    "$enum": _decode_enum,
+class _Kind(NamedTuple):
+    """How values of a type are stored under a tag."""
+
+    of: type
+    encode: Callable[[str, Any, int], Any]
+    decode: Callable[[str, Any], Any]
+
+
+def _pairs(of: type) -> _Kind:
+    """Return how dictionaries of a type are stored."""
+
+    def decode_pairs(key: str, pairs: Any) -> Any:
+        return of({_decode(key, name): _decode(key, item) for name, item in pairs})
+
+    return _Kind(of, _encode_pairs, decode_pairs)
+
+
+_KINDS: Mapping[str, _Kind] = {
+    "$tuple": _Kind(tuple, _encode_items, lambda key, items: tuple(_decode(key, [*items]))),
+    "$items": _pairs(dict),
+    "$ordered": _pairs(OrderedDict),
+    "$counter": _pairs(Counter),
+    "$float": _Kind(float, lambda key, value, depth: str(value), _decode_float),
+    "$bytes": _Kind(bytes, _encode_bytes, lambda key, text: binascii.a2b_base64(text)),
+    "$array": _Kind(np.ndarray, _encode_array, _decode_array),
+    "$scalar": _Kind(np.generic, _encode_scalar, _decode_scalar),
+    "$dtype": _Kind(torch.dtype, lambda key, value, depth: str(value).split(".")[1], _decode_dtype),
+    "$device": _Kind(
+        torch.device, lambda key, value, depth: str(value), lambda key, name: torch.device(name)
+    ),
+    "$size": _Kind(
+        torch.Size, lambda key, value, depth: list(value), lambda key, sizes: torch.Size(sizes)
+    ),
+    "$enum": _Kind(enum.Enum, _encode_enum, _decode_enum),
 }
+_TAGS = {kind.of: tag for tag, kind in _KINDS.items()}

@@ -1,26 +1,39 @@
 """Writing of a rank's data files: layout, checksums and writes in threads. Imports no torch.
 
+A data file is a plain safetensors file whose tensors begin at multiples of 64 bytes. safetensors
+allows no gaps between tensors, so padding is a tensor of bytes itself, named ``__padding__``, a dot
+and a number, and the file's metadata name its writer. Big tensors come first; few of them leave a
+remainder.
+
 The same code runs in the trainer (a synchronous save) and in the writer process (an asynchronous
 one).
 """
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from torchrelay import _native
 from torchrelay._progress import no_progress
 from torchrelay.checkpoint._catalog import Keep
-from torchrelay.checkpoint._data_file import PADDING, lay_out
-from torchrelay.checkpoint._manifest import chunk_text
+from torchrelay.checkpoint._manifest import chunk_text, quoted
 from torchrelay.checkpoint._storage import Sink, Transaction
 from torchrelay.checkpoint._tasks import memory_at, no_collection, run_tasks, usable_threads
-from torchrelay.checkpoint._types import BLOCK_BYTES, Box, DataFile, Dtype, check_count
+from torchrelay.checkpoint._types import (
+    BLOCK_BYTES,
+    PADDING,
+    Box,
+    DataFile,
+    Dtype,
+    check_count,
+)
 
 __all__ = [
     "MAX_STAGING_BYTES",
@@ -33,6 +46,7 @@ __all__ = [
     "write_part",
 ]
 
+_ALIGNMENT = 64
 _PIECE_BYTES = 16 << 20  # of a chunk, written by one call; a multiple of BLOCK_BYTES
 # Chunks up to this size, less than a block, are written together with their neighbours, from a copy
 # that is still in the cache.
@@ -164,6 +178,53 @@ def grouped(items: Iterable[T], sizes: Iterable[int], limit_bytes: int) -> list[
     return groups
 
 
+@dataclass(frozen=True)
+class _Layout:
+    """The layout of a file: ``header`` is its first bytes, ``order`` the tensors in the order of
+    the file, ``starts`` the offset of each tensor, and ``ends`` that of what follows it and its
+    padding.
+    """
+
+    header: bytes
+    order: NDArray[np.intp]
+    starts: NDArray[np.int64]
+    ends: NDArray[np.int64]
+
+    @property
+    def size_bytes(self) -> int:
+        return int(self.ends.max(initial=len(self.header)))
+
+
+def _lay_out(names: Sequence[str], chunks: Sequence[PlannedChunk]) -> _Layout:
+    """Return the layout of a file with these chunks, whose names in it must differ."""
+    sizes = np.array([chunk.size_bytes for chunk in chunks], np.int64)
+    order = np.argsort(sizes % _ALIGNMENT != 0, kind="stable")
+    sizes = sizes[order]
+    rounded = -(-sizes // _ALIGNMENT) * _ALIGNMENT
+    rounded[-1:] = sizes[-1:]
+    ends = np.cumsum(rounded)
+    entries = ['"__metadata__":{"format":"pt","writer":"torchrelay"}']
+    columns = (order.tolist(), (ends - rounded).tolist(), sizes.tolist(), ends.tolist())
+    for place, (i, start, size, end) in enumerate(zip(*columns, strict=True)):
+        dtype, sides = chunks[i].dtype, chunks[i].box.sizes
+        shape = [*sides, dtype.width] if dtype.width > 1 else [*sides]
+        entries.append(
+            f'{quoted(names[i])}:{{"dtype":"{dtype.code}","shape":{shape},'
+            f'"data_offsets":[{start},{start + size}]}}'
+        )
+        if start + size < end:
+            entries.append(
+                f'"{PADDING}.{place}":{{"dtype":"U8","shape":[{end - start - size}],'
+                f'"data_offsets":[{start + size},{end}]}}'
+            )
+    text = f"{{{','.join(entries)}}}".encode()
+    text = text.ljust(-(-(len(text) + 8) // _ALIGNMENT) * _ALIGNMENT - 8)
+    header = struct.pack("<Q", len(text)) + text
+    starts, after = np.empty_like(ends), np.empty_like(ends)
+    starts[order], after[order] = len(header) + ends - rounded, len(header) + ends
+    return _Layout(header, order, starts, after)
+
+
 class _FileWriter:
     """One data file: its layout, and the tasks that write it."""
 
@@ -180,7 +241,7 @@ class _FileWriter:
         self._data = [data for _, data in chunks]
         self._checksum = checksum
         self._names = _unique([chunk.name for chunk in self._chunks])
-        self._layout = lay_out(self._names, self._chunks)
+        self._layout = _lay_out(self._names, self._chunks)
         header = self._layout.header
         self.file = DataFile(self._layout.size_bytes, len(header), _native.crc32c(header))
         self._checksums: dict[int, bytes | bytearray] = {}
