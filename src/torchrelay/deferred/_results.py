@@ -164,13 +164,9 @@ _CPU = torch.device("cpu")
 
 # Factories whose first argument is the size, and whose result is contiguous.
 FACTORIES = {
-    aten.empty.memory_format,
-    aten.zeros.default,
-    aten.ones.default,
-    aten.full.default,
-    aten.rand.default,
-    aten.randn.default,
-}
+    "aten::empty.memory_format", "aten::zeros", "aten::ones", "aten::full", "aten::rand",
+    "aten::randn",
+}  # fmt: skip
 
 
 def factory(
@@ -178,6 +174,7 @@ def factory(
 ) -> FakeTensor | None:
     """Return the result of a common factory; None for any other operation."""
     session = sessions.current()
+    is_empty = func is aten.empty.memory_format
     dtype = kwargs.get("dtype") or (
         None if func is aten.full.default else torch.get_default_dtype()
     )
@@ -193,19 +190,19 @@ def factory(
     if device.type != "cpu":
         check_device(device, session)
     size = tuple(args[0])
-    if any(extent < 0 for extent in size):
+    if min(size, default=0) < 0:
         return None
-    if func is aten.empty.memory_format and size == (0,) and "pin_memory" not in kwargs:
+    if is_empty and size == (0,) and "pin_memory" not in kwargs:
         # Not from Python: torch.asarray(), as safetensors calls it, is about to set it to real
         # memory.
         return func(*args, **kwargs)  # type: ignore[no-any-return]
-    lazy = _torch.lazy_caller() if func is aten.empty.memory_format else None
+    lazy = _torch.lazy_caller() if is_empty else None
     if lazy is not None and size == (0,):
         return func(*args, **kwargs)  # type: ignore[no-any-return]
     stride, count = _contiguous(size)
     region = Region(Storage(count * dtype.itemsize, device, session.deferred), dtype, size, stride)
     fake = fake_from_region(region, region.storage.history())
-    if session.deferred and func is not aten.empty.memory_format:
+    if session.deferred and not is_empty:
         record(func, operator, args, kwargs, outputs=(region,))
     if isinstance(lazy, torch.Tensor):
         tensors.give_shape(lazy, fake)
