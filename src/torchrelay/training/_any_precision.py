@@ -12,7 +12,6 @@ step. If all dtypes are the parameter's float32 or float64, without compensation
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import reduce
 from typing import Any, cast
 
 import torch
@@ -174,12 +173,9 @@ def _update(
     """Update one parameter, in the order of torch's single-tensor AdamW, to equal its results."""
     state["step"] += 1
     step, lr, (beta1, beta2) = state["step"].item(), group["lr"], group["betas"]
-    tensors = [tensor for name, tensor in state.items() if name != "step"]
-    dtype = reduce(
-        torch.promote_types,
-        (t.dtype for t in tensors),
-        torch.promote_types(param.dtype, torch.float32),
-    )
+    dtype = torch.promote_types(param.dtype, torch.float32)
+    for name in state.keys() & _STATE_DTYPES.keys():
+        dtype = torch.promote_types(dtype, state[name].dtype)
     grad, value = gradient.to(dtype), param.to(dtype)
     momentum, variance = state["exp_avg"].to(dtype), state["exp_avg_sq"].to(dtype)
 

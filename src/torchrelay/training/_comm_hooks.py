@@ -11,20 +11,13 @@ import torch.distributed as dist
 from torchrelay.errors import ArgumentError, UnsupportedError
 from torchrelay.world import host_identity
 
-__all__ = ["check_setting", "finished", "ranks_by_host", "refuse_sharded", "subgroup_of"]
+__all__ = ["check_setting", "ranks_by_host", "refuse_sharded", "subgroup_of"]
 
 
 def check_setting(owner: object, name: str, value: object, holds: bool, condition: str) -> None:
     """Raise :class:`ArgumentError` for a setting of ``owner`` that does not hold a condition."""
     if not holds:
         raise ArgumentError(f"{type(owner).__name__}: {name} = {value}; it must {condition}")
-
-
-def finished(gradient: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-    """Return a completed future of ``gradient``, as DDP requires."""
-    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    future.set_result(gradient)
-    return future
 
 
 def refuse_sharded(hook: str, output: torch.Tensor | None) -> None:

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import enum
 import random
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import GradBucket
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 
 from torchrelay.errors import ArgumentError
 from torchrelay.training import _comm_hooks as hooks
@@ -57,24 +57,13 @@ def period(nodes: int) -> int:
     return max(1, (nodes - 1).bit_length())
 
 
-def _topology(topology: GossipTopology | str | None) -> GossipTopology:
-    try:
-        return GossipTopology.DISSEMINATION if topology is None else GossipTopology(topology)
-    except ValueError:
-        choices = ", ".join(f"GossipTopology.{one.name}" for one in GossipTopology)
-        raise ArgumentError(
-            f"GossipGraDState: topology = {topology!r}; it must be one of {choices}"
-        ) from None
-
-
 class GossipGraDState:
     """State of :func:`gossip_grad_hook`. Creation is collective, with equal arguments.
 
     Args:
         num_modules: calls of the hook per backward pass under FSDP, see :func:`get_num_modules`.
             DDP marks its last call itself.
-        topology: the exchange pattern, or its value, such as ``"cube"``; default
-            ``DISSEMINATION``.
+        topology: the exchange pattern; default ``DISSEMINATION``.
         local_process_group: this rank's node, together with ``num_nodes``; default: the ranks that
             share a host. All nodes have equally many ranks.
         num_nodes: the number of nodes.
@@ -90,7 +79,7 @@ class GossipGraDState:
     def __init__(
         self,
         num_modules: int = 1,
-        topology: GossipTopology | str | None = None,
+        topology: GossipTopology | None = None,
         local_process_group: dist.ProcessGroup | None = None,
         num_nodes: int | None = None,
         master_process_group: dist.ProcessGroup | None = None,
@@ -98,7 +87,9 @@ class GossipGraDState:
         random_seed: int = 2403,
     ) -> None:
         hooks.check_setting(self, "num_modules", num_modules, num_modules >= 1, "be at least 1")
-        self.topology = _topology(topology)
+        self.topology = GossipTopology.DISSEMINATION if topology is None else topology
+        is_topology = isinstance(self.topology, GossipTopology)
+        hooks.check_setting(self, "topology", topology, is_topology, "be a GossipTopology")
         if (local_process_group is None) != (num_nodes is None):
             raise ArgumentError(
                 "GossipGraDState: give both local_process_group and num_nodes, or neither"
@@ -137,25 +128,15 @@ class GossipGraDState:
         numbering = self.numbering()
         step = self.iteration % period(self.num_nodes)
         found = partners(self.topology, self.num_nodes, numbering.index(self.node), step)
-        return (
-            None
-            if found is None
-            else (self.masters[numbering[found[0]]], self.masters[numbering[found[1]]])
-        )
+        if found is None:
+            return None
+        to, origin = (self.masters[numbering[position]] for position in found)
+        return to, origin
 
     def count_call(self, is_last: bool) -> None:
         """Count a call of the hook; the last of a backward pass ends the iteration."""
         self.calls = 0 if is_last else self.calls + 1
         self.iteration += is_last
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs to continue with the same partners."""
-        return {"iteration": self.iteration, "calls": self.calls, "random_seed": self.random_seed}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from a saved state."""
-        self.iteration, self.calls = state_dict["iteration"], state_dict["calls"]
-        self.random_seed = state_dict["random_seed"]
 
 
 def _masters(local_process_group: dist.ProcessGroup) -> list[int]:
@@ -187,7 +168,7 @@ def gossip_grad_hook(state: GossipGraDState, bucket, output=None):  # type: igno
     if isinstance(bucket, GradBucket):
         _gossip(state, bucket.buffer())
         state.count_call(bucket.is_last())
-        return hooks.finished(bucket.buffer())
+        return noop_hook(None, bucket)
     _gossip(state, bucket)
     state.count_call(state.calls + 1 == state.num_modules)
     return None

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import GradBucket
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import StateDict
 
@@ -23,9 +25,6 @@ from torchrelay.errors import ArgumentError
 from torchrelay.training import _comm_hooks as hooks
 
 __all__ = ["SlowMoState", "SlowMomentumOptimizer", "slowmo_hook"]
-
-# Parameters are averaged in pieces of about this size, so that the copy that is sent stays small.
-_BUCKET_BYTES = 32 * 2**20
 
 
 class SlowMoState:
@@ -69,20 +68,12 @@ def slowmo_hook(state: SlowMoState, bucket, output=None):  # type: ignore[no-unt
     """
     hooks.refuse_sharded("slowmo_hook", output)
     if isinstance(bucket, GradBucket):
-        return _average_bucket(state, bucket.buffer())
+        if state.sync_grads:
+            return allreduce_hook(state.subgroup, bucket)  # type: ignore[arg-type]
+        return noop_hook(None, bucket)
     if state.sync_grads:
         dist.all_reduce(_divide(bucket, state.subgroup), group=state.subgroup)
     return None
-
-
-def _average_bucket(state: SlowMoState, buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-    if not state.sync_grads:
-        return hooks.finished(buffer)
-    work = dist.all_reduce(_divide(buffer, state.subgroup), group=state.subgroup, async_op=True)
-    future: torch.futures.Future[torch.Tensor] = work.get_future().then(
-        lambda sent: sent.value()[0]
-    )
-    return future
 
 
 def _divide(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
@@ -238,9 +229,7 @@ class SlowMomentumOptimizer(Optimizer):
         params = [param for param, _ in self._parameters()]
         momentum = _like(params, state_dict["slow_momentum"])
         anchor = _like(params, state_dict["slow_anchor"])
-        self._configure(
-            state_dict["slowmo_freq"], state_dict["slowmo_factor"], state_dict["slowmo_lr"]
-        )
+        self._configure(*(state_dict[name] for name in own[:3]))
         self._base_optim.load_state_dict(
             {key: state_dict[key] for key in state_dict if key not in own}
         )
@@ -279,27 +268,15 @@ def average_parameters(
     Collective. All ranks pass tensors of the same shapes and dtypes in the same order. Local
     tensors of a DTensor are averaged with the same shard of other ranks.
     """
-    for bucket in _buckets(params):
-        wide = torch.promote_types(bucket[0].dtype, torch.float32)
-        flat = torch.cat([tensor.reshape(-1) for tensor in bucket]).to(wide)
-        dist.all_reduce(_divide(flat, group), group=group)
-        for tensor, mean in zip(
-            bucket, torch.split(flat, [t.numel() for t in bucket]), strict=True
-        ):
-            tensor.copy_(mean.view_as(tensor))
-
-
-def _buckets(params: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Group tensors of one dtype and device, about ``_BUCKET_BYTES`` each."""
-    open_buckets: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-    for param in params:
-        tensor = _local(param.detach())
-        key = (tensor.dtype, tensor.device)
-        bucket = open_buckets.setdefault(key, [])
-        bucket.append(tensor)
-        if sum(t.nbytes for t in bucket) >= _BUCKET_BYTES:
-            yield open_buckets.pop(key)
-    yield from open_buckets.values()
+    sums = []
+    for tensor in filter(torch.numel, (_local(param.detach()) for param in params)):
+        # Float32 and wider ones are averaged in place, if they are contiguous.
+        wide = torch.promote_types(tensor.dtype, torch.float32)
+        mean = _divide(tensor.to(wide).contiguous(), group)
+        sums.append((tensor, mean, dist.all_reduce(mean, group=group, async_op=True)))
+    for tensor, mean, work in sums:
+        work.wait()
+        tensor.copy_(mean)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -194,7 +194,7 @@ def test_fsdp_without_sharding(world: World, backend: str) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.processes(2)
-def test_defaults_resuming_and_refusals(world: World, backend: str) -> None:
+def test_defaults_and_refusals(world: World, backend: str) -> None:
     _start(backend, world)
     state = GossipGraDState()
     assert (state.num_nodes, state.proc_per_node, state.topology) == (
@@ -206,11 +206,8 @@ def test_defaults_resuming_and_refusals(world: World, backend: str) -> None:
     gossip_grad_hook(state, grad)
     assert grad.item() == 0.5
 
-    resumed = GossipGraDState(random_seed=1)
-    resumed.load_state_dict(state.state_dict())
-    assert (resumed.iteration, resumed.random_seed) == (1, 2403)
-
-    assert GossipGraDState(topology="cube").topology is GossipTopology.CUBE
+    assert state.iteration == 1
+    assert GossipGraDState(topology=GossipTopology.CUBE).topology is GossipTopology.CUBE
 
     alone, _ = dist.new_subgroups_by_enumeration([[0], [1]])
     for options in (

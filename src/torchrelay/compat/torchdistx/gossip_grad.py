@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from torchrelay.compat.torchdistx import _states
+from torch.distributed.algorithms._comm_hooks.default_hooks import DefaultState
+
 from torchrelay.training import _gossip
 from torchrelay.training._gossip import GossipTopology as Topology
 from torchrelay.training._gossip import get_num_modules, gossip_grad_hook
@@ -12,12 +13,12 @@ from torchrelay.training._gossip import get_num_modules, gossip_grad_hook
 __all__ = ["GossipGraDState", "Topology", "get_num_modules", "gossip_grad_hook"]
 
 
-class GossipGraDState(_gossip.GossipGraDState, _states.DefaultState):
+class GossipGraDState(_gossip.GossipGraDState, DefaultState):
     """With the attributes of PyTorch's ``DefaultState``, of which torchdistX's state is one."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         _gossip.GossipGraDState.__init__(self, *args, **kwargs)
-        _states.DefaultState.__init__(self, _states.group_or_all(self.local_process_group))
+        DefaultState.__init__(self, self.local_process_group)
 
     @property
     def gossip_period(self) -> int:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import torch.distributed as dist
+from torch.distributed.algorithms._comm_hooks.default_hooks import DefaultState
 
-from torchrelay.compat.torchdistx import _states
 from torchrelay.training import _slowmo
 from torchrelay.training._slowmo import slowmo_hook
 
 __all__ = ["SlowMoState", "slowmo_hook"]
 
 
-class SlowMoState(_slowmo.SlowMoState, _states.DefaultState):
+class SlowMoState(_slowmo.SlowMoState, DefaultState):
     """With the attributes of PyTorch's ``DefaultState``, of which torchdistX's state is one."""
 
     def __init__(self, subgroup: dist.ProcessGroup | None = None, sync_grads: bool = True) -> None:
         _slowmo.SlowMoState.__init__(self, subgroup, sync_grads)
-        _states.DefaultState.__init__(self, _states.group_or_all(self.subgroup))
+        group = dist.group.WORLD if self.subgroup is None else self.subgroup
+        assert group is not None, "init_process_group() comes first"
+        DefaultState.__init__(self, group)
