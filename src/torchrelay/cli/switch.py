@@ -18,7 +18,7 @@ from rich.table import Table
 from torchrelay.errors import ConfigError
 
 if TYPE_CHECKING:
-    from torchrelay.aggregation.switch import DataPlane, SwitchServer, SwitchStats, Uplink
+    from torchrelay.aggregation.switch import DataPlane, SwitchServer, SwitchStats
 
 __all__ = ["switch"]
 
@@ -81,29 +81,38 @@ def switch(
 
     Nothing is encrypted: run it in a network you trust.
     """
-    from torchrelay.aggregation.switch import Controller, SwitchServer, UdpDataPlane  # noqa: PLC0415 - imports torch
+    from torchrelay.aggregation.switch import (  # noqa: PLC0415 - imports torch
+        Controller,
+        SwitchServer,
+        UdpDataPlane,
+        Uplink,
+        XdpDataPlane,
+    )
 
-    plane: DataPlane
-    if data_plane == PlaneKind.xdp:
-        plane = _xdp(interfaces, mode, port)
-    else:
-        plane = UdpDataPlane(address, port)
-    networks = [network for network in allow.split(",") if network]
+    index, slash, num_racks = rack.partition("/")
+    if not (slash and index.isdecimal() and num_racks.isdecimal()):
+        raise ConfigError(f"switch --rack {rack}: it must be I/N, such as 0/2")
+    if data_plane == PlaneKind.xdp and not interfaces:
+        raise ConfigError("switch --data-plane xdp needs --interfaces")
     if uplink and controller_port >= 0:
         raise ConfigError(
             "switch: a rack's switch (--uplink) has no controller, because a session's workers "
             "in other racks could not meet there"
         )
+    plane: DataPlane
+    if data_plane == PlaneKind.xdp:
+        plane = XdpDataPlane(interfaces.split(","), port, mode=mode.value)
+    else:
+        plane = UdpDataPlane(address, port)
+    server = SwitchServer(
+        plane,
+        max_sessions=max_sessions,
+        max_slots=max_slots,
+        allow=filter(None, allow.split(",")),
+        uplink=Uplink(uplink, int(index), int(num_racks)) if uplink else None,
+    )
     with contextlib.ExitStack() as stack:
-        server = stack.enter_context(
-            SwitchServer(
-                plane,
-                max_sessions=max_sessions,
-                max_slots=max_slots,
-                allow=networks,
-                uplink=_uplink(uplink, rack),
-            )
-        )
+        stack.enter_context(server)
         start = {"switch": server.address, "data_plane": plane.name}
         if controller_port >= 0:
             controller = Controller(server, controller_address, controller_port)
@@ -118,23 +127,6 @@ def switch(
                 show(server.stats())
                 time.sleep(_INTERVAL_S)
         show(server.stats())
-
-
-def _xdp(interfaces: str, mode: XdpMode, port: int) -> DataPlane:
-    from torchrelay.aggregation.switch import XdpDataPlane  # noqa: PLC0415
-
-    if not interfaces:
-        raise ConfigError("switch --data-plane xdp needs --interfaces")
-    return XdpDataPlane(interfaces.split(","), port, mode=mode.value)
-
-
-def _uplink(switch: str, rack: str) -> Uplink | None:
-    from torchrelay.aggregation.switch import Uplink  # noqa: PLC0415
-
-    index, slash, num_racks = rack.partition("/")
-    if not (slash and index.isdecimal() and num_racks.isdecimal()):
-        raise ConfigError(f"switch --rack {rack}: it must be I/N, such as 0/2")
-    return Uplink(switch, int(index), int(num_racks)) if switch else None
 
 
 def _serve_metrics(stack: contextlib.ExitStack, server: SwitchServer, port: int) -> str:

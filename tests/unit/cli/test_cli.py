@@ -49,7 +49,6 @@ def test_doctor_looks_at_everything_and_leaves_nothing() -> None:
         "parameters",
         "switching",
         "encryption",
-        "MPI",
         "CUDA",
         "training",
         "extra serve",
