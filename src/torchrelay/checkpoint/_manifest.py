@@ -55,6 +55,7 @@ __all__ = [
 ]
 
 FORMAT, VERSION = "torchrelay-checkpoint", 1
+_START = f'{{"format":"{FORMAT}",'.encode()
 MAX_MANIFEST_BYTES = 1 << 30
 HEAD_BYTES = 8192  # at least as long as any first line
 _MAX_INT = (1 << 63) - 1
@@ -144,14 +145,7 @@ def head_of(data: bytes, where: str) -> Head:
     Raises:
         CorruptionError: it is not a manifest of ours.
     """
-    record = _parse(data.partition(b",\n")[0] + b"}", where)
-    reader = _Reader(where)
-    reader.check_format(record)
-    return Head(
-        reader.field(record, "id", str),
-        reader.field(record, "name", str),
-        reader.integer(record, "saved_at_ns"),
-    )
+    return Head(*_Parser(where).fields(_first_line(data, where), id=str, name=str, saved_at_ns=int))
 
 
 def check_whole(data: bytes, where: str) -> None:
@@ -205,13 +199,9 @@ def claims_of(folder: Folder) -> frozenset[str]:
         StorageError: it cannot be read.
     """
     data, where = all_bytes(folder)
-    reader = _Reader(where)
-    start, *rest = data.split(b",\n", 2)
-    head = _parse(start + b"}", where)
-    reader.check_format(head)
-    check_whole(data, where)
-    reader.check_version(head)
-    files = reader.field(_parse(b"{" + rest[0] + b"}", where), "files", dict)
+    _check(data, where)
+    lines = data.split(b",\n", 2)
+    (files,) = _Parser(where).fields(_parse(b"{" + lines[1] + b"}", where), files=dict)
     return frozenset(filter(_FILE_NAME.fullmatch, files))
 
 
@@ -232,12 +222,25 @@ def from_bytes(data: bytes, where: str) -> Manifest:
         CorruptionError: it is damaged, of another format, or contradicts itself.
         UnsupportedError: a version of TorchRelay wrote it that this one does not know.
     """
-    document = _parse(data, where)
-    reader = _Reader(where)
-    reader.check_format(document)
-    reader.check_version(document)
+    _check(data, where)
+    return _Parser(where).manifest(_parse(data, where))
+
+
+def _check(data: bytes, where: str) -> None:
+    """Check that a manifest is of our format and version, and whole."""
+    (version,) = _Parser(where).fields(_first_line(data, where), version=int)
+    if version != VERSION:
+        raise UnsupportedError(
+            f"{where}: the checkpoint has format version {version}, this TorchRelay reads version "
+            f"{VERSION}; use the TorchRelay that wrote it, or update this one"
+        )
     check_whole(data, where)
-    return reader.manifest(document)
+
+
+def _first_line(data: bytes, where: str) -> Any:
+    if not data.startswith(_START):
+        raise CorruptionError(f"{where}: it is not the manifest of a TorchRelay checkpoint")
+    return _parse(data.partition(b",\n")[0] + b"}", where)
 
 
 def _parse(data: bytes, where: str) -> Any:
@@ -257,7 +260,7 @@ def _parse(data: bytes, where: str) -> Any:
         ) from None
 
 
-class _Reader:
+class _Parser:
     """Parses a manifest; each method raises :class:`CorruptionError` for an invalid value."""
 
     def __init__(self, where: str) -> None:
@@ -266,74 +269,50 @@ class _Reader:
     def fail(self, what: str) -> NoReturn:
         raise CorruptionError(f"{self._where}: {what}")
 
-    def check_format(self, document: Any) -> None:
-        if not isinstance(document, dict) or document.get("format") != FORMAT:
-            self.fail("it is not the manifest of a TorchRelay checkpoint")
-
-    def check_version(self, document: Any) -> None:
-        version = self.integer(document, "version")
-        if version != VERSION:
-            raise UnsupportedError(
-                f"{self._where}: the checkpoint has format version {version}, this TorchRelay "
-                f"reads version {VERSION}; use the TorchRelay that wrote it, or update this one"
-            )
-
-    def field(self, record: Any, name: str, kind: type, what: str = "the manifest") -> Any:
-        if not isinstance(record, dict) or name not in record:
-            self.fail(f"{what} lacks {name!r}")
-        if type(record[name]) is not kind:
-            self.fail(f"{name!r} of {what} is not of type {kind.__name__}")
-        return record[name]
-
-    def integer(self, record: Any, name: str, what: str = "the manifest") -> int:
-        value: int = self.field(record, name, int, what)
-        if not 0 <= value <= _MAX_INT:
-            self.fail(f"{name!r} of {what} is {value}, out of range")
-        return value
-
-    def checksum(self, record: Any, name: str, what: str) -> int:
-        text = self.field(record, name, str, what)
-        if not re.fullmatch(r"[0-9a-f]{8}", text):
-            self.fail(f"{name!r} of {what} is not a checksum")
-        return int(text, 16)
+    def fields(self, record: Any, what: str = "the manifest", **kinds: type) -> list[Any]:
+        """Return the fields of a record that are of these types; integers are sizes."""
+        for name, kind in kinds.items():
+            if not isinstance(record, dict) or name not in record:
+                self.fail(f"{what} lacks {name!r}")
+            if type(record[name]) is not kind:
+                self.fail(f"{name!r} of {what} is not of type {kind.__name__}")
+            if kind is int and not 0 <= record[name] <= _MAX_INT:
+                self.fail(f"{name!r} of {what} is {record[name]}, out of range")
+        return [record[name] for name in kinds]
 
     def manifest(self, document: Any) -> Manifest:
-        block_bytes = self.integer(document, "block_bytes")
+        save_id, world_size, block_bytes = self.fields(
+            document, id=str, world_size=int, block_bytes=int
+        )
         if not 1 <= block_bytes <= _MAX_BLOCK_BYTES:
             self.fail(f"'block_bytes' of the manifest is not between 1 and {_MAX_BLOCK_BYTES}")
-        files = {
-            name: self.file(name, record)
-            for name, record in self.field(document, "files", dict).items()
-        }
-        tensors = self.tensors(self.field(document, "tensors", dict), files, block_bytes)
-        objects = self.field(document, "objects", dict)
-        both = tensors.keys() & objects.keys()
+        records, tensors, objects, paths = self.fields(
+            document, files=dict, tensors=dict, objects=dict, paths=dict
+        )
+        files = {name: self.file(name, record) for name, record in records.items()}
+        entries = self.tensors(tensors, files, block_bytes)
+        both = entries.keys() & objects.keys()
         if both:
             self.fail(f"{min(both)!r} is both a tensor and an object")
-        found = Manifest(
-            id=self.field(document, "id", str),
-            world_size=self.integer(document, "world_size"),
-            files=files,
-            tensors=tensors,
-            objects=objects,
-            paths={
-                key: self.path(key, value)
-                for key, value in self.field(document, "paths", dict).items()
-            },
-            block_bytes=block_bytes,
-        )
-        self._check_overlaps(found)
+        paths = {key: self.path(key, value) for key, value in paths.items()}
+        found = Manifest(save_id, world_size, files, entries, objects, paths, block_bytes)
+        for name, chunks in found.by_file.items():
+            index = chunks.overlap()
+            if index is not None:  # and they are not tied tensors, which have the same range
+                one, other = chunks.keys[index - 1 : index + 1]
+                self.fail(f"{one!r} and {other!r} overlap in {name} at byte {chunks.starts[index]}")
         return found
 
     def file(self, name: str, record: Any) -> DataFile:
         if not _FILE_NAME.fullmatch(name):
             self.fail(f"{name!r} is not the name of a data file inside the checkpoint")
         what = f"file {name}"
-        file = DataFile(
-            self.integer(record, "size_bytes", what),
-            self.integer(record, "header_bytes", what),
-            self.checksum(record, "header_crc32c", what),
+        size_bytes, header_bytes, checksum = self.fields(
+            record, what, size_bytes=int, header_bytes=int, header_crc32c=str
         )
+        if not re.fullmatch(r"[0-9a-f]{8}", checksum):
+            self.fail(f"'header_crc32c' of {what} is not a checksum")
+        file = DataFile(size_bytes, header_bytes, int(checksum, 16))
         if file.header_bytes > min(file.size_bytes, MAX_HEADER_BYTES):
             self.fail(
                 f"the header of {what} is larger than the file or than {MAX_HEADER_BYTES} bytes"
@@ -413,14 +392,6 @@ class _Reader:
                 f"{size_bytes} bytes"
             )
         return Chunk(Box(tuple(offsets), tuple(sizes)), name, start, size_bytes, checksums)
-
-    def _check_overlaps(self, manifest: Manifest) -> None:
-        """Check that byte ranges overlap only where tied tensors have the same one."""
-        for name, file in manifest.by_file.items():
-            index = file.overlap()
-            if index is not None:
-                one, other = file.keys[index - 1 : index + 1]
-                self.fail(f"{one!r} and {other!r} overlap in {name} at byte {file.starts[index]}")
 
     def path(self, key: str, value: Any) -> StatePath:
         steps = value if type(value) is list else [None]

@@ -15,6 +15,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,6 +32,7 @@ from torchrelay.errors import OperationTimeoutError, PeerLostError, from_json
 __all__ = ["Job", "Plan"]
 
 _POLL_S = 0.02
+_NOTE = "torchrelay-part-{:05d}.json"  # NOTE_NAME, of the rank with this index
 
 
 @dataclass(frozen=True)
@@ -73,116 +75,101 @@ def main(fd: int) -> None:
     staging: _native.SharedMemory | None = None
     plan: Plan | None = None
     channel = Channel(socket.socket(fileno=fd))
-    while True:
-        try:
-            received = channel.receive()
-        except PeerLostError:
-            return
-        assert received is not None
-        job: Job = received[0]
-        fds = received[1]
-        if job.new_staging:
-            staging = _native.SharedMemory.from_fd(fds[0], True)
-            os.close(fds.pop(0))
-        if job.plan is None:
-            assert plan is not None
-            everyone = [one._replace(objects=job.objects) for one in plan.everyone]
-            plan = replace(plan, everyone=everyone)
-        else:
-            plan = job.plan
-        answer: dict[str, Any] | None = None
-        try:
-            _Writing(job, plan, staging, fds).run()
-        except Exception as error:
-            answer = described(error, job.rank)
-        try:
-            channel.send(answer)
-        except PeerLostError:
-            # The trainer is gone; the checkpoint is committed or discarded all the same.
-            return
+    # Once the trainer is gone; what it has sent is committed or discarded all the same.
+    with suppress(PeerLostError):
+        while received := channel.receive():
+            job: Job = received[0]
+            fds = received[1]
+            if job.new_staging:
+                staging = _native.SharedMemory.from_fd(fds[0], True)
+                os.close(fds.pop(0))
+            if job.plan is None:
+                assert plan is not None
+                everyone = [one._replace(objects=job.objects) for one in plan.everyone]
+                plan = replace(plan, everyone=everyone)
+            else:
+                plan = job.plan
+            failure: dict[str, Any] | None = None
+            try:
+                _Writing(job, plan, staging, Saving(job.path, job.options)).run(fds)
+            except Exception as error:
+                failure = described(error, job.rank)
+            channel.send(failure)
 
 
+@dataclass
 class _Writing:
     """One save: this rank's part and, on the coordinator, the commit."""
 
-    def __init__(
-        self, job: Job, plan: Plan, staging: _native.SharedMemory | None, fds: list[int]
-    ) -> None:
-        self._job = job
-        self._plan = plan
-        self._staging = staging
-        self._saving = Saving(job.path, job.options)
-        self._transaction = self._saving.transaction
-        self._coordinates = job.index == 0
-        if self._coordinates:
-            self._transaction.take_over(job.save_id, fds)
+    job: Job
+    plan: Plan
+    staging: _native.SharedMemory | None
+    saving: Saving
 
-    def run(self) -> None:
+    def run(self, fds: Sequence[int]) -> None:
         """Run the save. Returns when the checkpoint is committed.
 
         Raises:
             TorchRelayError: it failed, on whichever rank.
         """
-        if self._coordinates:
+        transaction = self.saving.transaction
+        if self.job.index == 0:
+            transaction.take_over(self.job.save_id, fds)
             try:
                 self._coordinate()
             finally:
-                self._transaction.discard()  # does nothing after a commit
-            self._saving.retain()
+                transaction.discard()  # does nothing after a commit
+            self.saving.retain()
             return
-        finish = self._transaction.open_note(self._note(self._job.index))
+        finish = transaction.open_note(_NOTE.format(self.job.index))
         finish(json.dumps(self._outcome()).encode())
         self._await_commit()
 
-    @staticmethod
-    def _note(index: int) -> str:
-        return f"torchrelay-part-{index:05d}.json"
-
     def _coordinate(self) -> None:
-        ranks, outcomes = self._job.ranks, {0: self._outcome()}
+        ranks, outcomes = self.job.ranks, {0: self._outcome()}
 
         def missing() -> list[int]:
             for index in range(1, len(ranks)):
                 if index not in outcomes:
-                    note = self._transaction.read_note(self._note(index))
+                    note = self.saving.transaction.read_note(_NOTE.format(index))
                     if note is not None:
                         outcomes[index] = json.loads(note)
             return [rank for index, rank in enumerate(ranks) if index not in outcomes]
 
         self._wait(missing)
         parts = [_part(outcomes[index]) for index in range(len(ranks))]
-        self._saving.commit(self._plan.everyone, parts, self._job.save_id)
+        self.saving.commit(self.plan.everyone, parts, self.job.save_id)
 
     def _outcome(self) -> dict[str, Any]:
         """Write this rank's part; return it, or the error, as JSON."""
         try:
-            memory: Any = self._staging
+            memory: Any = self.staging
             base = 0 if memory is None else np.frombuffer(memory, "u1").ctypes.data
-            data = (self._plan.starts + np.uint64(base)).tolist()
-            part = self._saving.write(self._job.rank, self._plan.chunks, data)
+            data = (self.plan.starts + np.uint64(base)).tolist()
+            part = self.saving.write(self.job.rank, self.plan.chunks, data)
         except Exception as error:
-            return {"error": described(error, self._job.rank)}
+            return {"error": described(error, self.job.rank)}
         return {"files": part.files, "chunks": part.chunks}
 
     def _await_commit(self) -> None:
-        save_id, coordinator = self._job.save_id, self._job.ranks[0]
-        is_committed = self._transaction.is_committed
+        save_id, coordinator = self.job.save_id, self.job.ranks[0]
+        is_committed = self.saving.transaction.is_committed
         self._wait(lambda: [coordinator] if is_committed(save_id) is None else [])
         if not is_committed(save_id):
             raise PeerLostError(
-                f"{self._job.path}: the checkpoint was discarded; look at the output of rank "
+                f"{self.job.path}: the checkpoint was discarded; look at the output of rank "
                 f"{coordinator}, which coordinates the save, for the reason",
                 ranks=(coordinator,),
             )
 
     def _wait(self, missing: Callable[[], list[int]]) -> None:
         """Wait until no ranks are ``missing``."""
-        deadline = time.monotonic() + self._job.timeout_s
+        deadline = time.monotonic() + self.job.timeout_s
         while ranks := missing():
             if time.monotonic() > deadline:
                 raise OperationTimeoutError(
-                    f"{self._job.path}: the writers of ranks {ranks} did not finish their parts "
-                    f"within {self._job.timeout_s:g} s; the checkpoint is discarded",
+                    f"{self.job.path}: the writers of ranks {ranks} did not finish their parts "
+                    f"within {self.job.timeout_s:g} s; the checkpoint is discarded",
                     ranks=ranks,
                 )
             time.sleep(_POLL_S)

@@ -22,7 +22,7 @@ import torch
 from torchrelay import _helper
 from torchrelay.checkpoint import _save, _writer_process, async_save, latest, load, save, verify
 from torchrelay.checkpoint._catalog import Keep, retain
-from torchrelay.checkpoint._staging import Staging
+from torchrelay.checkpoint._save import Staging
 from torchrelay.errors import PeerLostError
 from torchrelay.world import World
 

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from torchrelay.checkpoint._staging import Staging
+from torchrelay.checkpoint._save import Staging
 
 
 class _Runtime:
