@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -111,6 +111,33 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
 
+class _Joining:
+    """A transport that sends the head of an answer with its body: each write wakes the client."""
+
+    def __init__(self, transport: Any) -> None:
+        self._transport = transport
+        self._head = b""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def write(self, data: bytes) -> None:
+        if not self._head and data.startswith(b"HTTP/1.1 ") and data[9:10] != b"1":
+            self._head = data
+        else:
+            self._transport.write(self._head + data)
+            self._head = b""
+
+    def flush(self) -> None:
+        """Send a head to which no body belongs."""
+        if self._head:
+            self.write(b"")
+
+    def close(self) -> None:
+        self.flush()
+        self._transport.close()
+
+
 class Connection(HttpToolsProtocol):
     """One client's connection. It is closed if no complete request comes in time; the one that has
     waited longest, if there are too many.
@@ -125,7 +152,7 @@ class Connection(HttpToolsProtocol):
                 transport.abort()  # all are being answered
                 return
             min(idle, key=lambda one: one.idle_since).transport.abort()
-        super().connection_made(transport)
+        super().connection_made(_Joining(transport))  # type: ignore[arg-type]
         self._start_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -150,6 +177,7 @@ class Connection(HttpToolsProtocol):
             self._stop_timer()
 
     def on_response_complete(self) -> None:
+        cast(_Joining, self.transport).flush()
         super().on_response_complete()
         if self.is_idle or self.cycle.more_body:
             self._start_timer()

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 
 from torchrelay.config import Switching
 from torchrelay.errors import NotFoundError, TorchRelayError, UnavailableError
@@ -32,7 +34,7 @@ class Daemon:
     """The parts of a switcher, and the decisions between them.
 
     The loop's lock protects everything: methods that do not take it are called within
-    ``loop.changing()``.
+    ``loop.call()``.
     """
 
     def __init__(
@@ -82,14 +84,17 @@ class Daemon:
 
         If it can run at once, this thread sends it to the worker and reads the answer.
         """
-        worker: WorkerProcess | None = None
-        with self.loop.changing():
+
+        def start() -> WorkerProcess | None:
             self.submit(request)
             self.dispatcher.start_next(self.training.pause)
-            if self.dispatcher.request is request:
-                worker = self.dispatcher.worker
-                assert worker is not None
-                self.fleet.take_channel(worker)
+            worker = self.dispatcher.worker
+            if worker is None or self.dispatcher.request is not request:
+                return None
+            self.fleet.take_channel(worker)
+            return worker
+
+        worker = self.loop.call(start)
         if worker is not None:
             self._read_until_ended(request, worker)
         reply: Reply = request.future.result()
@@ -162,18 +167,18 @@ class Daemon:
 
     def _read_until_ended(self, request: Request, worker: WorkerProcess) -> None:
         """Handle the worker's messages until `request` no longer runs on it."""
-        is_reader = True
+
+        def has_ended(event: Callable[[], None]) -> bool:
+            self.loop.handle(event)
+            if self.dispatcher.request is request and self.dispatcher.worker is worker:
+                return False
+            self.fleet.return_channel(worker)
+            return True
+
         try:
-            while is_reader:
+            event = self.fleet.receive(worker, None)
+            while event is not None and not self.loop.call(partial(has_ended, event)):
                 event = self.fleet.receive(worker, None)
-                assert event is not None
-                with self.loop.changing():
-                    self.loop.handle(event)
-                    if self.dispatcher.request is not request or (
-                        self.dispatcher.worker is not worker
-                    ):
-                        self.fleet.return_channel(worker)
-                        is_reader = False
         except UnavailableError:
             worker.channel.close()  # the daemon has ended; the future has the reason
         except BaseException:

@@ -245,11 +245,10 @@ class Fleet:
         self.loop.watch(worker.channel.fileno(), lambda: self._read(worker))
 
     def _read(self, worker: WorkerProcess) -> None:
-        while worker in self.workers and not worker.has_reader:
+        if worker in self.workers and not worker.has_reader:
             event = self.receive(worker, 0)
-            if event is None:
-                return
-            event()
+            if event is not None:
+                event()
 
     def _start_failed(self, reason: str) -> None:
         self._failed_starts += 1

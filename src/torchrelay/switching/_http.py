@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import AsyncIterator
-from concurrent.futures import Future
-from contextlib import asynccontextmanager
+import threading
+from concurrent.futures import CancelledError, Future
 from pathlib import Path
 from typing import Any
 
@@ -184,9 +183,8 @@ class Application:
         self._stored(name, version)
         if request.headers.get("content-encoding", "identity") != "identity":
             raise HTTPException(415, "compressed bodies are not served; send the body as it is")
-        async with self._body(request.receive) as body:
-            header, raw = parse_body(body, request.headers.get(HEADER))
-            inputs = decode(header.get("inputs"), raw)
+        header, raw = parse_body(await self._body(request), request.headers.get(HEADER))
+        inputs = decode(header.get("inputs"), raw)
         options = _options(header.get("parameters", {}))
         future = self._switcher.submit(name, inputs, copy=False, **options)
         reply = await _reply(request.scope, future)
@@ -238,8 +236,7 @@ class Application:
 
     async def _arguments(self, request: Request) -> dict[str, Any]:
         """Return the JSON object of a body that may be empty."""
-        async with self._body(request.receive) as body:
-            return parse_body(body or b"{}", None)[0]
+        return parse_body(await self._body(request) or b"{}", None)[0]
 
     def _stored(self, name: str, version: str) -> StoredModel:
         model = self._store.get(name)
@@ -247,15 +244,12 @@ class Application:
             raise NotFoundError(f"model {name!r} has version {model.version}, not {version}")
         return model
 
-    @asynccontextmanager
-    async def _body(self, receive: Receive) -> AsyncIterator[bytes]:
-        """Read the body, bounded in size. Within the block it counts towards the bytes that all
-        bodies may take.
-        """
+    async def _body(self, request: Request) -> bytes:
+        """Read the body, bounded in size; so is what all bodies that are being read take."""
         body, is_whole = bytearray(), False
         try:
             while not is_whole:
-                message = await receive()
+                message = await request.receive()
                 if message["type"] == "http.disconnect":
                     raise UnavailableError("the client closed its connection")
                 part, is_whole = message.get("body", b""), not message.get("more_body", False)
@@ -267,7 +261,7 @@ class Application:
                     raise OverloadedError(
                         f"bodies of {_BODIES * self._max_bytes} bytes are being read; try again"
                     )
-            yield bytes(body)
+            return bytes(body)
         finally:
             self._free_bytes += len(body)
 
@@ -311,9 +305,20 @@ def _error_response(request: Request, error: Exception) -> Response:
 async def _reply(scope: Scope, future: Future[Reply]) -> Reply:
     """Wait for the reply; take the request off the queue if the client closes its connection."""
     scope[ON_DISCONNECT] = future.cancel
+    loop, thread, ended = asyncio.get_running_loop(), threading.get_ident(), asyncio.Event()
+
+    def wake(_: object) -> None:
+        if threading.get_ident() == thread:  # as is usual: nothing needs to interrupt the loop
+            ended.set()
+        else:
+            loop.call_soon_threadsafe(ended.set)
+
+    future.add_done_callback(wake)
     try:
-        return await asyncio.wrap_future(future)
-    except asyncio.CancelledError as error:
+        await ended.wait()
+        return future.result()
+    except (asyncio.CancelledError, CancelledError) as error:
+        future.cancel()
         raise UnavailableError("the client closed its connection, or the server ends") from error
 
 

@@ -7,7 +7,7 @@ import contextlib
 import math
 import select
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -79,9 +79,9 @@ class Loop:
         self._guest = future = asyncio.run_coroutine_threadsafe(coroutine, self._events)
         return future
 
-    @contextlib.contextmanager
-    def changing(self) -> Iterator[None]:
-        """Own the state within the block; then let the daemon decide. Not reentrant.
+    def call(self, function: Callable[[], T]) -> T:
+        """Return the value of `function`, which owns the state; then let the daemon decide. Not
+        reentrant.
 
         Raises:
             UnavailableError: the loop has ended, or this process was forked from the loop's.
@@ -97,7 +97,7 @@ class Loop:
                 if self._stopping:
                     raise UnavailableError("the switcher is closed")
                 try:
-                    yield
+                    return function()
                 except Exception:
                     raise
                 except BaseException as error:  # Ctrl-C, perhaps in the middle of a change
@@ -107,21 +107,16 @@ class Loop:
                     self._decide()
                     settled, self._settled = self._settled, settled
         finally:
-            for function in settled:
-                function()
-
-    def call(self, function: Callable[[], T]) -> T:
-        """Return the value of `function`, which owns the state. Raises as :meth:`changing`."""
-        with self.changing():
-            return function()
+            for report in settled:
+                report()
 
     def post(self, function: Callable[[], object]) -> None:
         """Run `function` as :meth:`call`, unless the loop has ended."""
-        with contextlib.suppress(UnavailableError), self.changing():
-            function()
+        with contextlib.suppress(UnavailableError):
+            self.call(function)
 
     def handle(self, event: Callable[[], None]) -> None:
-        """Run the handler of an event within :meth:`changing`; its error ends the loop."""
+        """Run the handler of an event within :meth:`call`; its error ends the loop."""
         try:
             event()
         except Exception as error:
@@ -143,7 +138,7 @@ class Loop:
             self._channels.unregister(descriptor)
 
     def stop(self) -> None:
-        """End the loop; within :meth:`changing`."""
+        """End the loop; within :meth:`call`."""
         self._stopping = True
         self._events.call_soon_threadsafe(self._ended.set)
 
@@ -170,7 +165,7 @@ class Loop:
 
     async def _run(self) -> None:
         self._events, self._ended = asyncio.get_running_loop(), asyncio.Event()
-        self._events.add_reader(self._channels.fileno(), self._read)
+        self._events.add_reader(self._channels.fileno(), self.post, self._read)
         try:
             self.post(lambda: None)
             self._started.set()
@@ -193,7 +188,6 @@ class Loop:
             self.post(clear)
 
     def _read(self) -> None:
-        with contextlib.suppress(UnavailableError), self.changing():
-            for descriptor, _ in self._channels.poll(0):
-                if descriptor in self._readers:
-                    self.handle(self._readers[descriptor])
+        for descriptor, _ in self._channels.poll(0):
+            if descriptor in self._readers:
+                self.handle(self._readers[descriptor])

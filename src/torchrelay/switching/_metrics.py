@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-import functools
+from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Iterator
+from itertools import accumulate
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from torchrelay.switching._queue import Reply
 from torchrelay.switching._statistics import COUNTERS
@@ -19,13 +27,27 @@ from torchrelay.switching._tensors import datatype_of
 __all__ = ["Metrics"]
 
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+_BOUNDS = [*map(floatToGoString, _SECONDS), "+Inf"]
+_PARTS = {
+    "queue": "waiting for a worker",
+    "switch": "until the model's first group is in place",
+    "compute": "the forward pass, waiting for later groups included",
+}
 
 
-class _Snapshot(Collector):
-    """Gauges and counters from the switcher's status, at the time of the scrape."""
+class Metrics(Collector):
+    """The metrics of one server: the switcher's status at the time of the scrape, and the times of
+    its replies.
+    """
 
     def __init__(self, switcher: Switcher) -> None:
         self._switcher = switcher
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+        self._outputs: dict[tuple[str, int], list[dict[str, Any]]] = {}
+        # How many took at most so many seconds, and longer; and their sum, by model, kind and part.
+        self._counts: dict[tuple[str, str, str], list[int]] = {}
+        self._sums: defaultdict[tuple[str, str, str], float] = defaultdict(float)
 
     def collect(self) -> Iterator[Metric]:
         status = self._switcher.status()
@@ -52,38 +74,25 @@ class _Snapshot(Collector):
         yield resident
         for name, text in COUNTERS.items():
             yield CounterMetricFamily(f"torchrelay_{name}", text, value=status["counts"][name])
-
-
-class Metrics:
-    """The registry of one server."""
-
-    def __init__(self, switcher: Switcher) -> None:
-        self._registry = CollectorRegistry()
-        self._registry.register(_Snapshot(switcher))
-        self._outputs: dict[tuple[str, int], list[dict[str, Any]]] = {}
-        self._histograms = {
-            part: Histogram(
-                f"torchrelay_{part}_seconds",
-                f"Time of a request: {text}",
-                ["model", "kind"],
-                buckets=_SECONDS,
-                registry=self._registry,
+        for part, text in _PARTS.items():
+            times = HistogramMetricFamily(
+                f"torchrelay_{part}_seconds", f"Time of a request: {text}", labels=["model", "kind"]
             )
-            for part, text in (
-                ("queue", "waiting for a worker"),
-                ("switch", "until the model's first group is in place"),
-                ("compute", "the forward pass, waiting for later groups included"),
-            )
-        }
-        self._labelled = functools.cache(
-            lambda *labels: [one.labels(*labels) for one in self._histograms.values()]
-        )
+            for (model, kind, one), counts in list(self._counts.items()):
+                if one == part:
+                    buckets = list(zip(_BOUNDS, accumulate(counts), strict=True))
+                    times.add_metric([model, kind], buckets, self._sums[model, kind, one])
+            yield times
 
     def observe(self, reply: Reply) -> None:
         """Count one reply."""
         times = (reply.queue_s, reply.switch_s, reply.compute_s)
-        for histogram, seconds in zip(self._labelled(reply.model, reply.kind), times, strict=True):
-            histogram.observe(seconds)
+        for part, seconds in zip(_PARTS, times, strict=True):
+            key = reply.model, reply.kind, part
+            if key not in self._counts:
+                self._counts[key] = [0] * len(_BOUNDS)
+            self._counts[key][bisect_left(_SECONDS, seconds)] += 1
+            self._sums[key] += seconds
         if (reply.model, reply.version) not in self._outputs:
             self._outputs[reply.model, reply.version] = [
                 {"name": name, "datatype": datatype_of(tensor.dtype), "shape": [-1] * tensor.dim()}

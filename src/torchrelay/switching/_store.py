@@ -8,6 +8,7 @@ import math
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,11 @@ class StoredModel:
     version: int
     max_batch_size: int = 0
     max_delay_us: int = 0
+
+    @cached_property
+    def specs(self) -> dict[str, InputSpec]:
+        """The inputs by name."""
+        return {spec.name: spec for spec in self.inputs}
 
     @property
     def size_bytes(self) -> int:

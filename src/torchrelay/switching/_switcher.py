@@ -282,15 +282,18 @@ class Switcher(Resource):
         check_tensors(inputs)
         self._check_inputs(name, inputs)
         deadline = math.inf if deadline_s is None else time.monotonic() + deadline_s
-        plain = {key: value.detach().to("cpu", copy=copies) for key, value in inputs.items()}
+        plain = {
+            key: value.detach().to("cpu", copy=copies) if copies or not value.is_cpu else value
+            for key, value in inputs.items()
+        }
         return Request(name, plain, priority=priority, deadline=deadline, client=client)
 
     def _check_inputs(self, name: str, inputs: Mapping[str, torch.Tensor]) -> None:
         served = self._daemon.catalog.models.get(name)
         if served is None:
             return  # the daemon answers, in order with loads and unloads before
-        specs = {spec.name: spec for spec in served.model.inputs}
-        if set(inputs) != set(specs):
+        specs = served.model.specs
+        if inputs.keys() != specs.keys():
             raise ArgumentError(
                 f"model {name!r} takes the inputs {', '.join(sorted(specs))}; got "
                 f"{', '.join(sorted(inputs)) or 'none'}"

@@ -7,12 +7,14 @@ many bytes it takes behind it, in order.
 
 from __future__ import annotations
 
+import array
+import contextlib
+import itertools
 import json
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 
 from torchrelay._torch import flat_bytes
@@ -49,6 +51,8 @@ DATATYPES: dict[str, torch.dtype] = {
     "FP64": torch.float64,
 }
 _NAMES = {dtype: name for name, dtype in DATATYPES.items()}
+# The codes of `array` that hold the values of each of them.
+_CODES = dict(zip(_NAMES, "BBHIQbhiqddfd", strict=True))
 _MAX_DIMENSIONS = 32
 # What JSON may take: while it is read or written, a server does nothing else.
 _JSON_BYTES = 16 << 20
@@ -218,38 +222,30 @@ def _described(entry: dict[str, Any]) -> tuple[str, torch.dtype, list[int]]:
 
 
 def _from_list(name: str, data: object, dtype: torch.dtype, shape: list[int]) -> torch.Tensor:
-    try:
-        values = np.array(data if isinstance(data, list) else None)
-        if values.dtype == object:  # integers of more than 64 bits among others
-            values = np.array([float(value) for value in values.flat])
-    except (TypeError, ValueError, OverflowError) as error:
-        raise ArgumentError(f"the data of input {name!r} is not {dtype}: {error}") from error
-    if values.size != math.prod(shape):
-        raise ArgumentError(f"input {name!r} of shape {shape} comes with {values.size} values")
-    if values.size == 0:
+    values: list[Any] = data if isinstance(data, list) else [data]
+    while (types := set(map(type, values))) == {list}:
+        values = list(itertools.chain.from_iterable(values))
+    kinds = {bool} if dtype is torch.bool else {int, float} if dtype.is_floating_point else {int}
+    if not types <= kinds:
+        found = ", ".join(sorted(one.__name__ for one in types - kinds))
+        raise ArgumentError(f"the data of input {name!r} is not {dtype}: it has values of {found}")
+    if len(values) != math.prod(shape):
+        raise ArgumentError(f"input {name!r} of shape {shape} comes with {len(values)} values")
+    if not values:
         return torch.empty(shape, dtype=dtype)
-    kind = _kind(dtype)
-    if values.dtype.kind not in _KINDS[kind]:
-        raise ArgumentError(f"the data of input {name!r} is not {dtype}: it is {values.dtype}")
-    tensor = torch.from_numpy(values).to(dtype).reshape(shape)
-    if kind != "b":
-        limits = torch.finfo(dtype) if kind == "f" else torch.iinfo(dtype)
-        fits = limits.min <= values.min() and values.max() <= limits.max
-        # What is a little larger is rounded to the limit.
-        if not fits and not (kind == "f" and tensor.isfinite().all()):
-            raise ArgumentError(
-                f"the data of input {name!r} is not {dtype}, which holds {limits.min:g} to "
-                f"{limits.max:g}"
-            )
-    return tensor
-
-
-# Kinds of numpy's arrays that hold values of each kind of dtype.
-_KINDS = {"b": "b", "i": "iu", "f": "iuf"}
-
-
-def _kind(dtype: torch.dtype) -> str:
-    return "b" if dtype is torch.bool else "f" if dtype.is_floating_point else "i"
+    code = _CODES[dtype]
+    with contextlib.suppress(OverflowError):
+        packed = array.array(code, values)
+        tensor = torch.frombuffer(packed, dtype=torch.float64 if code == "d" else dtype)
+        tensor = tensor.view(shape).to(dtype)
+        # The sum is the faster way to see that nothing is infinite.
+        is_finite = code == "f" and math.isfinite(sum(packed))
+        if not dtype.is_floating_point or is_finite or tensor.isfinite().all():
+            return tensor
+    limits = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
+    raise ArgumentError(
+        f"the data of input {name!r} is not {dtype}, which holds {limits.min:g} to {limits.max:g}"
+    )
 
 
 def _from_bytes(raw: memoryview, dtype: torch.dtype) -> torch.Tensor:
