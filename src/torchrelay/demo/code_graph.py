@@ -22,7 +22,7 @@ import random
 import sysconfig
 import warnings
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from torchrelay.demo.triples import SPLITS, Fact, Graph, graph_of
@@ -38,6 +38,8 @@ _FACTS_PER_ENTITY = 3
 _SPLIT_SHARE, _SPLIT_SEED = 0.05, 0
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
+_Definition = _Function | ast.ClassDef
+_Found = tuple[str, str, str | None]
 
 
 def standard_library() -> Path:
@@ -76,26 +78,27 @@ def read_code_graph(root: Path) -> list[Fact]:
             f"{root} has no Python sources: is the standard library installed as source?"
         )
     facts: set[Fact] = set()
-    for module, path in paths.items():
-        tree = _parse(path)
-        if tree is not None:
-            package = module if path.name == "__init__.py" else module.rpartition(".")[0]
-            found = _Module(module, package, paths.keys(), tree).facts()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # invalid escapes in old sources
+        for name, path in paths.items():
+            try:
+                tree = ast.parse(path.read_bytes())
+            except (SyntaxError, ValueError):  # not of this version of Python
+                continue
+            package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+            found = _Module(name, package, paths.keys(), tree).facts()
             facts.update((subject, relation, obj) for subject, relation, obj in found if obj)
     return sorted(facts)
 
 
 def prune(facts: Iterable[Fact], at_least: int) -> list[Fact]:
     """Return the largest part of the graph in which each entity has ``at_least`` facts."""
-    kept = list(facts)
-    while True:
-        degree = Counter(name for subject, _, obj in kept for name in (subject, obj))
-        rest = [
-            fact for fact in kept if degree[fact[0]] >= at_least and degree[fact[2]] >= at_least
-        ]
-        if len(rest) == len(kept):
-            return rest
+    rest, kept = list(facts), None
+    while rest != kept:
         kept = rest
+        degree = Counter(name for subject, _, obj in kept for name in (subject, obj))
+        rest = [fact for fact in kept if min(degree[fact[0]], degree[fact[2]]) >= at_least]
+    return rest
 
 
 def split_facts(facts: Sequence[Fact], share: float, seed: int) -> dict[str, list[Fact]]:
@@ -129,16 +132,6 @@ def _module_name(root: Path, path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def _parse(path: Path) -> ast.Module | None:
-    """Return the syntax tree, or None for a file that this Python version cannot parse."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # invalid escapes in old sources
-        try:
-            return ast.parse(path.read_bytes())
-        except (SyntaxError, ValueError):
-            return None
-
-
 def _target(node: ast.AST) -> list[str]:
     """Return the parts of a dotted name, ``["os", "path", "join"]``; other expressions before a dot
     give ``""``.
@@ -153,18 +146,16 @@ def _target(node: ast.AST) -> list[str]:
     return parts[::-1]
 
 
-def _definitions(tree: ast.Module) -> dict[str, ast.ClassDef | _Function]:
-    """Return classes and functions of the module's scope, also those under ``if`` and ``try``."""
-    found: dict[str, ast.ClassDef | _Function] = {}
-    pending: list[ast.AST] = list(tree.body)
-    while pending:
-        node = pending.pop(0)
-        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            found[node.name] = node
-        elif isinstance(node, ast.If | ast.Try | ast.With):
-            pending += [c for c in ast.iter_child_nodes(node) if isinstance(c, ast.stmt)]
-            pending += [c for handler in getattr(node, "handlers", []) for c in handler.body]
-    return found
+def _definitions(node: ast.AST) -> Iterator[_Definition]:
+    """Yield classes and functions of the module's scope, also those under ``if`` and ``try``."""
+    nested = []
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, _Definition):
+            yield child
+        elif isinstance(child, ast.If | ast.Try | ast.ExceptHandler | ast.With):
+            nested.append(child)
+    for child in nested:
+        yield from _definitions(child)
 
 
 class _Module:
@@ -178,44 +169,31 @@ class _Module:
             if isinstance(node, ast.Import | ast.ImportFrom)
             for bound in self._aliases(node)
         ]
-        self._defined = _definitions(tree)
+        self._defined = {node.name: node for node in _definitions(tree)}
         # Imported and defined names of the module's scope, and what they stand for:
         # {"join": "os.path.join"}.
         self._known = {local: entity for local, entity, _ in self._imports}
         self._known |= {local: f"{name}.{local}" for local in self._defined}
-        # Variables of the module's scope: {"FLAGS": "json.decoder.FLAGS"}.
         self._variables = {
-            target.id: f"{name}.{target.id}"
+            target.id
             for node in tree.body
             if isinstance(node, ast.Assign)
             for target in node.targets
             if isinstance(target, ast.Name)
         }
 
-    def facts(self) -> Iterator[tuple[str, str, str | None]]:
+    def facts(self) -> Iterator[_Found]:
         """Yield all facts; those whose object is unknown or empty are none."""
         yield from ((self.name, "imports", module) for *_, module in self._imports)
-        for local_name, definition in self._defined.items():
-            name = f"{self.name}.{local_name}"
-            yield self.name, "defines", name
-            if isinstance(definition, ast.ClassDef):
-                yield from self._class_facts(name, definition)
-            else:
-                yield from self._function_facts(name, definition, {})
-
-    def _source(self, node: ast.ImportFrom) -> str:
-        """Return the module of ``from ... import``, with leading dots resolved."""
-        if not node.level:
-            return node.module or ""
-        parts = self.package.split(".")
-        base = parts[: len(parts) - node.level + 1]
-        return ".".join([*base, *([node.module] if node.module else [])])
+        for definition in self._defined.values():
+            yield from self._facts_about(definition, self.name, ())
 
     def _aliases(self, node: ast.Import | ast.ImportFrom) -> Iterator[tuple[str, str, str]]:
         """Yield each name that an import binds, its entity, and the module that the import runs."""
         for alias in node.names:
             if isinstance(node, ast.ImportFrom):
-                source = self._source(node)
+                base = self.package.split(".")[: 1 - node.level or None] if node.level else []
+                source = ".".join([*base, *([node.module] if node.module else [])])
                 entity = f"{source}.{alias.name}"
                 module = entity if entity in self.modules else source
                 yield alias.asname or alias.name, entity, module
@@ -223,61 +201,61 @@ class _Module:
                 top = alias.name.split(".")[0]
                 yield alias.asname or top, alias.name if alias.asname else top, alias.name
 
-    def _class_facts(self, name: str, node: ast.ClassDef) -> Iterator[tuple[str, str, str | None]]:
-        functions = {item.name: item for item in node.body if isinstance(item, _Function)}
-        methods = {method: f"{name}.{method}" for method in functions}
-        for base in node.bases:
-            yield name, "inherits", self._resolve(base, {})
+    def _facts_about(
+        self, node: _Definition, owner: str, methods: Collection[str]
+    ) -> Iterator[_Found]:
+        """Yield the facts about a class or function in ``owner``: a module, or a class with
+        ``methods``.
+        """
+        name = f"{owner}.{node.name}"
+        yield owner, "defines", name
         for decorator in node.decorator_list:
-            yield name, "is decorated by", self._resolve(decorator, {})
-        for method, function in functions.items():
-            yield name, "has method", f".{method}()"
-            yield name, "defines", methods[method]
-            yield from self._function_facts(methods[method], function, methods)
+            yield name, "is decorated by", self._resolve(decorator, owner, methods)
+        if isinstance(node, ast.ClassDef):
+            for base in node.bases:
+                yield name, "inherits", self._resolve(base, owner, methods)
+            functions = {one.name: one for one in node.body if isinstance(one, _Function)}
+            for function in functions.values():
+                yield name, "has method", f".{function.name}()"
+                yield from self._facts_about(function, name, functions)
+        else:
+            yield from self._facts_inside(node, owner, methods)
 
-    def _function_facts(
-        self, name: str, node: _Function, methods: Mapping[str, str]
-    ) -> Iterator[tuple[str, str, str | None]]:
+    def _facts_inside(
+        self, node: _Function, owner: str, methods: Collection[str]
+    ) -> Iterator[_Found]:
+        """Yield the facts about what a function takes and does."""
+        name = f"{owner}.{node.name}"
         for argument in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs):
             if argument.arg not in ("self", "cls"):
                 yield name, "takes", f"{argument.arg}="
-        for decorator in node.decorator_list:
-            yield name, "is decorated by", self._resolve(decorator, methods)
         raised: set[ast.AST] = set()  # raise ValueError() is one fact, not a call besides
         for child in ast.walk(node):
             if isinstance(child, ast.Call) and child not in raised:
-                yield name, "calls", self._resolve(child.func, methods, called=True)
-            elif isinstance(child, ast.Name | ast.Attribute):
-                yield name, "uses", self._variable(child, methods)
+                yield name, "calls", self._resolve(child.func, owner, methods, called=True)
+            elif isinstance(child, ast.Name) and child.id in self._variables:
+                yield name, "uses", f"{self.name}.{child.id}"
+            elif isinstance(child, ast.Attribute) and methods and child.attr not in methods:
+                if isinstance(child.value, ast.Name) and child.value.id in ("self", "cls"):
+                    yield name, "uses", f"{owner}.{child.attr}"
             elif isinstance(child, ast.Raise) and child.exc is not None:
                 raised.add(child.exc)
-                yield name, "raises", self._resolve(child.exc, methods)
+                yield name, "raises", self._resolve(child.exc, owner, methods)
             elif isinstance(child, ast.ExceptHandler) and child.type is not None:
                 types = child.type.elts if isinstance(child.type, ast.Tuple) else [child.type]
                 for caught in types:
-                    yield name, "catches", self._resolve(caught, methods)
-
-    def _variable(self, node: ast.Name | ast.Attribute, methods: Mapping[str, str]) -> str | None:
-        """Return the module's variable or the class's attribute that an expression names,
-        ``json.decoder.JSONDecoder.strict``.
-        """
-        if isinstance(node, ast.Name):
-            return self._variables.get(node.id)
-        of_self = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
-        if of_self and node.attr not in methods and methods:
-            return f"{next(iter(methods.values())).rpartition('.')[0]}.{node.attr}"
-        return None
+                    yield name, "catches", self._resolve(caught, owner, methods)
 
     def _resolve(
-        self, node: ast.AST, methods: Mapping[str, str], *, called: bool = False
+        self, node: ast.AST, owner: str, methods: Collection[str], *, called: bool = False
     ) -> str | None:
         """Return the entity that an expression names; None for local variables and unnamed values.
 
-        ``methods`` are those of the enclosing class, for ``self.``.
+        ``methods`` are those of the enclosing class, ``owner``, for ``self.``.
         """
         first, *rest = _target(node)
         if first in ("self", "cls") and len(rest) == 1 and rest[0] in methods:
-            return methods[rest[0]]
+            return f"{owner}.{rest[0]}"
         if first in self._known:
             return ".".join([self._known[first], *rest])
         if not rest:

@@ -1,4 +1,5 @@
-"""Link prediction by the standard protocol: both sides, filtered, with shared ties.
+"""Link prediction by the standard protocol: both sides, filtered, with shared ties. Calibration of
+its scores by a temperature, with differentiable reductions.
 
 For each fact (s, r, o) the model ranks all entities as answers to (s, r, ?) and to (?, r, o). Other
 right answers, of train, valid or test, do not count (*filtered*; Bordes et al., NIPS 2013). Equal
@@ -20,20 +21,27 @@ from torchrelay.errors import ArgumentError
 
 __all__ = [
     "Answers",
+    "Calibration",
     "MostFrequent",
     "RankingMetrics",
     "Scorer",
+    "Sum",
+    "calibrate",
     "rank_answers",
     "sum_metrics",
     "with_reciprocals",
 ]
 
 HITS_AT = (1, 3, 10)
+_CALIBRATED = 512  # questions of each rank
 
 Scorer = Callable[[Tensor, Tensor], Tensor]
 """Takes numbers of subjects and relations, ``(b,)``; gives the score of every entity as the object,
 ``(b, entities)``.
 """
+
+Sum = Callable[[Tensor], Tensor]
+"""Sums a tensor over all ranks; its derivative sums the gradients over all ranks."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +123,46 @@ def sum_metrics(ranks: Tensor) -> Tensor:
     return torch.stack(
         [torch.tensor(float(len(ranks)), dtype=torch.float64), (1 / ranks).sum(), *hits]
     )
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The factor of all scores, and the mean negative log-likelihood without and with it."""
+
+    factor: float
+    before: float
+    after: float
+
+
+def calibrate(score: Scorer, questions: Tensor, sum_over_ranks: Sum) -> Calibration:
+    """Fit the factor of a model's scores to the answers of all ranks' ``questions``. Collective.
+
+    Every rank evaluates its own questions, ``(n, 3)``. The factor is a variable of every rank and
+    takes part in the sum, so every rank gets the gradient of the mean over all of them.
+    """
+    questions = questions[:_CALIBRATED]
+    with torch.no_grad():
+        scores = score(questions[:, 0], questions[:, 1])
+        ranks, count = sum_over_ranks(torch.tensor([1.0, len(questions)]))
+    log_factor = torch.zeros((), requires_grad=True)
+    optimizer = torch.optim.LBFGS([log_factor], max_iter=20, line_search_fn="strong_wolfe")
+
+    def loss() -> Tensor:
+        shared = sum_over_ranks(log_factor) / ranks
+        scaled = scores * shared.exp()
+        local = nn.functional.cross_entropy(scaled, questions[:, 2], reduction="sum")
+        mean: Tensor = sum_over_ranks(local) / count
+        return mean
+
+    def step() -> float:
+        optimizer.zero_grad()
+        value = loss()
+        value.backward()  # type: ignore[no-untyped-call]
+        return value.item()
+
+    before: float = optimizer.step(step)  # type: ignore[no-untyped-call]
+    with torch.no_grad():
+        return Calibration(log_factor.exp().item(), before, loss().item())
 
 
 class MostFrequent(nn.Module):

@@ -6,7 +6,6 @@ import os
 import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import NoReturn
 
 from torchrelay._python import module_command
@@ -26,10 +25,14 @@ def run(options: DemoOptions) -> NoReturn:
         DataError: the data is malformed; no process has been started.
         UnavailableError: the report cannot be written, or hosts cannot be simulated.
     """
-    _check_report(options.report)
+    report = options.report.absolute()
+    if report.is_dir() or not os.access(report.parent, os.W_OK):
+        raise UnavailableError(
+            f"the report cannot be written to {options.report}; name another file with --report"
+        )
     if options.data is not None:
         read_graph(options.data, allow_unseen=options.allow_unseen)
-    options = replace(options, launched_at=time.time(), report=options.report.absolute())
+    options = replace(options, launched_at=time.time(), report=report)
     threads = max(1, len(os.sched_getaffinity(0)) // (options.nproc * options.hosts))
     environ = {
         "OMP_NUM_THREADS": str(threads),
@@ -44,12 +47,3 @@ def run(options: DemoOptions) -> NoReturn:
     # One host: the processes find each other, and Gloo communicates, on the loopback interface.
     command = [*torchrun, "--standalone", "--local-addr=127.0.0.1", *worker]
     os.execve(sys.executable, command, {"GLOO_SOCKET_IFNAME": "lo", **environ})
-
-
-def _check_report(path: Path) -> None:
-    """Raise UnavailableError if the report could not be written at the end."""
-    folder = path.absolute().parent
-    if path.is_dir() or not os.access(folder, os.W_OK):
-        raise UnavailableError(
-            f"the report cannot be written to {path}; name another file with --report"
-        )

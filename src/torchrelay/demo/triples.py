@@ -6,7 +6,6 @@ and other benchmarks are published.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -127,16 +126,15 @@ def _count_unseen(path: Path, train: Sequence[Fact], facts: Sequence[Fact], allo
                 f"{path}: the relation {relation!r} does not occur in train.txt, so nothing can "
                 "learn it"
             )
-    missing = Counter(
-        next(name for name in (subject, obj) if name not in entities)
+    missing = [
+        subject if subject not in entities else obj
         for subject, _, obj in facts
-        if not (subject in entities and obj in entities)
-    )
+        if not entities.issuperset((subject, obj))
+    ]
     if missing and not allow:
         raise DataError(
-            f"{path}: the entity {next(iter(missing))!r} does not occur in train.txt, like those "
-            f"of {missing.total()} of {len(facts)} lines; correct the split, or pass "
-            "--allow-unseen to rank such entities with untrained embeddings, as published results "
-            "for WN18RR do"
+            f"{path}: the entity {missing[0]!r} does not occur in train.txt, like those of "
+            f"{len(missing)} of {len(facts)} lines; correct the split, or pass --allow-unseen to "
+            "rank such entities with untrained embeddings, as published results for WN18RR do"
         )
-    return sum(missing.values())
+    return len(missing)

@@ -25,13 +25,15 @@ import torch.distributed.nn.functional as dist_nn
 from torchrelay import aggregation, mpi
 from torchrelay.checkpoint import load, save
 from torchrelay.deferred import deferred_init, materialize_module
-from torchrelay.demo.calibration import Calibration, Sum, calibrate
 from torchrelay.demo.code_graph import standard_library, standard_library_graph
 from torchrelay.demo.evaluation import (
     Answers,
+    Calibration,
     MostFrequent,
     RankingMetrics,
     Scorer,
+    Sum,
+    calibrate,
     rank_answers,
     sum_metrics,
     with_reciprocals,
@@ -264,7 +266,7 @@ class Job:
 
         def together(total: Sum) -> float:
             total(torch.ones(()))  # sets things up
-            return self._together(lambda: found.append(calibrate(model, share, total)))
+            return self._together(lambda: found.append(calibrate(model.score_all, share, total)))
 
         ours_s = together(lambda tensor: mpi.COMM_WORLD.Allreduce(tensor, mpi.MPI_SUM))
         with warnings.catch_warnings():  # torch recommends a private function instead
