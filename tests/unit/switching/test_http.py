@@ -268,6 +268,21 @@ def test_a_body_that_does_not_arrive_is_an_error(monkeypatch: pytest.MonkeyPatch
     serve_nothing(client)
 
 
+def test_heads_without_a_body_are_sent() -> None:
+    async def client(port: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"HEAD / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert b"200 OK" in await reader.readuntil(b"\r\n\r\n")
+        expecting = b"Host: localhost\r\nContent-Length: 2\r\nExpect: 100-continue\r\n\r\n"
+        writer.write(b"POST / HTTP/1.1\r\n" + expecting)
+        assert b"100 Continue" in await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"{}")
+        assert b"200 OK" in await reader.readuntil(b"\r\n\r\n")
+        writer.close()
+
+    serve_nothing(client)
+
+
 def test_answers_leave_at_once() -> None:
     """Without Nagle's algorithm, which kept the second part of an answer back for 40 ms."""
 
