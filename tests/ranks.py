@@ -213,7 +213,7 @@ def _start(
     processes, pipes = [], []
     for rank in range(size):
         ours, theirs = _context.Pipe()
-        world = _HeldWorld(rank, size, rank, "tests", "127.0.0.1", port)
+        world = _HeldWorld(rank, size, "tests", "127.0.0.1", port)
         process = _context.Process(target=main, args=(work, world, theirs), daemon=False)
         process.start()
         theirs.close()

@@ -52,14 +52,14 @@ _JOB_VARIABLES = (
     "OMPI_MCA_ess_base_jobid",
 )
 
-# launcher, rank, size, rank on this host, other variables that it sets
+# launcher, rank, size, other variables that it sets
 _LAUNCHERS: tuple[tuple[str, ...], ...] = (
-    ("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK"),
-    ("Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
-    ("MPICH", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
+    ("torchrun", "RANK", "WORLD_SIZE"),
+    ("Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("MPICH", "PMI_RANK", "PMI_SIZE"),
     # The script of sbatch has no step: it runs only once, with the other variables.
-    ("Slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_ID"),
-    ("Slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_STEP_ID"),
+    ("Slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_ID"),
+    ("Slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_ID"),
 )
 
 
@@ -69,7 +69,6 @@ class World:
 
     rank: int = 0
     size: int = 1
-    local_rank: int = 0
     launcher: str = "none"
     master_addr: str = "127.0.0.1"
     master_port: int | None = None
@@ -82,11 +81,11 @@ class World:
             ConfigError: a variable is not a number, or rank and size contradict each other.
         """
         environ = os.environ if environ is None else environ
-        are_set = ({*names[1:3], *names[4:]} <= environ.keys() for names in _LAUNCHERS)
+        are_set = ({*names[1:]} <= environ.keys() for names in _LAUNCHERS)
         found = next(itertools.compress(_LAUNCHERS, are_set), None)
         if found is None:
             return cls()
-        launcher, rank_key, size_key, local_key = found[:4]
+        launcher, rank_key, size_key = found[:3]
         rank, size = _number(environ, rank_key), _number(environ, size_key)
         if not 0 <= rank < size:
             raise ConfigError(
@@ -95,7 +94,6 @@ class World:
         return cls(
             rank=rank,
             size=size,
-            local_rank=_number(environ, local_key) if local_key in environ else rank,
             launcher=launcher,
             master_addr=environ.get("MASTER_ADDR", cls.master_addr),
             master_port=_number(environ, "MASTER_PORT") if "MASTER_PORT" in environ else None,

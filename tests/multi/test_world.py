@@ -10,7 +10,7 @@ import torch
 
 from torchrelay.buffers import Segment
 from torchrelay.errors import OperationTimeoutError
-from torchrelay.world import Meeting, World
+from torchrelay.world import Meeting, World, host_identity
 
 if TYPE_CHECKING:
     from ranks import RunProcesses
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 @pytest.mark.processes(3)
 def test_ranks_of_one_host_find_each_other(world: World) -> None:
     store = world.connect(30)
-    assert Meeting(store, world.rank, world.size, 30).on_my_host() == (0, 1, 2)
+    found = Meeting(store, world.rank, world.size, 30).processes
+    assert [(each.rank, each.host) for each in found] == [(r, host_identity()) for r in range(3)]
 
 
 @pytest.mark.processes(2)
@@ -64,7 +65,7 @@ def _report_unless_killed(world: World) -> tuple[int, ...]:
     if world.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     try:
-        Meeting(store, world.rank, world.size, 1.0).on_my_host()
+        Meeting(store, world.rank, world.size, 1.0)
     except OperationTimeoutError as error:
         return error.ranks
     return ()

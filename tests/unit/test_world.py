@@ -30,7 +30,7 @@ def test_one_process_is_a_world() -> None:
 
 
 def test_torchrun() -> None:
-    assert World.from_environment(TORCHRUN) == World(3, 4, 1, "torchrun", "node0", 29500)
+    assert World.from_environment(TORCHRUN) == World(3, 4, "torchrun", "node0", 29500)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_torchrun() -> None:
 )
 def test_other_launchers(environ: dict[str, str], launcher: str) -> None:
     world = World.from_environment(environ)
-    assert (world.rank, world.size, world.local_rank, world.launcher) == (1, 2, 0, launcher)
+    assert (world.rank, world.size, world.launcher) == (1, 2, launcher)
     with pytest.raises(ConfigError, match="MASTER_PORT is not set"):
         world.connect()
 
