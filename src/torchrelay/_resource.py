@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from types import TracebackType
-from typing import TypeVar
+from typing_extensions import Self
 
 __all__ = ["Resource"]
-
-R = TypeVar("R", bound="Resource")
 
 
 class Resource:
@@ -17,15 +14,10 @@ class Resource:
         """Release what this object holds. Idempotent."""
         raise NotImplementedError
 
-    def __enter__(self: R) -> R:
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._end_block(error)
 
     def _end_block(self, error: BaseException | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -160,30 +161,23 @@ def local_blocks(shape: torch.Size, mesh: Any, placements: Sequence[Any]) -> lis
     return blocks
 
 
-def _indices_along(size: int, mesh: Any, placements: Sequence[Any], dim: int) -> list[int]:
+def _indices_along(size: int, mesh: Any, placements: Sequence[Any], dim: int) -> torch.Tensor:
     """Which indices of dimension ``dim`` this rank has, in the order in which it has them."""
     held = torch.arange(size)
     coordinate = mesh.get_coordinate()
     for mesh_dim, placement in enumerate(placements):
         if getattr(placement, "dim", None) == dim:
-            strided = (
-                {"split_factor": placement.split_factor}
-                if hasattr(placement, "split_factor")
-                else {}
-            )
+            factor = getattr(placement, "split_factor", None)
+            strided = {} if factor is None else {"split_factor": factor}
             along = type(placement)(0, **strided)
             pieces, _ = along._split_tensor(held, mesh.size(mesh_dim), with_padding=False)
             held = pieces[coordinate[mesh_dim]]
-    return held.tolist()
+    return held
 
 
-def _runs(indices: list[int]) -> list[tuple[int, int, int]]:
+def _runs(indices: torch.Tensor) -> list[tuple[int, int, int]]:
     """Each run of successive indices: its first value, its position, its length."""
-    runs: list[tuple[int, int, int]] = []
-    for position, index in enumerate(indices):
-        if runs and index == runs[-1][0] + runs[-1][2]:
-            start, first, length = runs[-1]
-            runs[-1] = start, first, length + 1
-        else:
-            runs.append((index, position, 1))
-    return runs or [(0, 0, 0)]
+    if not len(indices):
+        return [(0, 0, 0)]
+    ends = [*(torch.nonzero(indices.diff() != 1).flatten() + 1).tolist(), len(indices)]
+    return [(int(indices[at]), at, end - at) for at, end in itertools.pairwise([0, *ends])]
