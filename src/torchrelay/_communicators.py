@@ -15,6 +15,10 @@ from torchrelay.world import Ranks
 __all__ = ["hosts_of", "open_between", "open_group", "open_local"]
 
 _LINE_BYTES = 64  # two ranks do not write to one cache line
+_SLOT_BYTES = 512 * 1024  # of each rank's staging buffer; larger messages go in pieces
+_ONE_SHOT_BYTES = 64 * 1024  # which a rank reads of the others at most where a sum takes one step
+# Of a message between hosts: while one piece is sent, the next is summed in shared memory.
+_CHUNK_BYTES = 1 << 20
 _INLINE_BYTES = 256
 _MAILBOX_BYTES = 128 * 1024  # between each pair of ranks, for messages
 _YIELD_S = 200e-6  # how long a rank polls and yields after it has spun, if ranks outnumber cores
@@ -45,7 +49,7 @@ def open_local(ranks: Ranks, timeout_s: float, settings: Aggregation) -> Communi
     """
     if ranks.rank == 0:
         memory = _native.Communicator.create_segment(
-            ranks.size, settings.slot_bytes, settings.one_shot_bytes, _MAILBOX_BYTES
+            ranks.size, _SLOT_BYTES, _ONE_SHOT_BYTES, _MAILBOX_BYTES
         )
         segment = Segment(memory)
         ranks.announce("segment", segment.address)
@@ -72,7 +76,6 @@ def open_between(
     sockets: TransportSettings,
     address: str,
     timeout_s: float,
-    settings: Aggregation,
     *,
     inline_bytes: int = _INLINE_BYTES,
     on_failure: Callable[[], None] = lambda: None,
@@ -94,18 +97,15 @@ def open_between(
     """
     key = transport.read_key(sockets)
     encryption = transport.encryption(key)
-    here = next(len(each) for each in hosts if ranks.rank in each)
+    share_bytes = min(_CHUNK_BYTES, _SLOT_BYTES // max(map(len, hosts)))
     mine = {f"the key ({transport.KEY_VARIABLES})": transport.key_name(key), **(agreed or {})}
     ranks.agree("settings", mine, timeout_s, "groups")
     with listen_at(address) as listener:
         about = {
             "address": listener.getsockname()[:2],
             "token": secrets.token_hex(transport.TOKEN_BYTES),
-            "chunk_bytes": settings.chunk_bytes,
-            "share_bytes": min(settings.chunk_bytes, settings.slot_bytes // here),
         }
         abouts = ranks.gather("hosts", about, timeout_s)
-        share_bytes = min(each["share_bytes"] for each in abouts) // _LINE_BYTES * _LINE_BYTES
 
         def report(failure: _native.Failure) -> None:
             local.report(failure.message, failure.ranks, failure.timed_out)
@@ -119,8 +119,8 @@ def open_between(
             listener.detach(),
             bytes.fromhex(abouts[0]["token"]),
             encryption,
-            max(share_bytes, _LINE_BYTES),
-            abouts[0]["chunk_bytes"],
+            max(share_bytes // _LINE_BYTES * _LINE_BYTES, _LINE_BYTES),
+            _CHUNK_BYTES,
             inline_bytes,
             local,
             report,
@@ -144,4 +144,4 @@ def open_group(
     local = open_local(ranks.among(here), timeout_s, settings)
     if len(hosts) == 1:
         return local
-    return open_between(ranks, hosts, local, sockets, address, timeout_s, settings)
+    return open_between(ranks, hosts, local, sockets, address, timeout_s)

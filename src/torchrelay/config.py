@@ -146,15 +146,13 @@ def load(
     named = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     fields = {variable(cls, name): field for name, field in named.items()}
     _check_variables(cls, environ, fields)
-    values = {}
-    for key, value in (file or {}).items():
+    values = dict(file or {})
+    for key, value in values.items():
         if key not in named:
             raise ConfigError(
                 f"{origin} has the unknown key {key}; known are {', '.join(sorted(named))}"
             )
         check_value(value, named[key], f"{origin} {key}")
-        kind: type[Any] = type(named[key].default)
-        values[key] = kind(value)
     values |= {
         f.name: parse_value(environ[key], f, key) for key, f in fields.items() if key in environ
     }
@@ -224,20 +222,6 @@ class Aggregation(Section, name="aggregation"):
         "the data plane: shared memory, with TCP between hosts (auto); shared memory only (shm); "
         "or one that communicates nothing (dummy)",
         allowed=("auto", "shm", "dummy"),
-    )
-    slot_bytes: int = setting(
-        512 * 1024,
-        "size of the staging buffer of each rank; larger messages are processed in pieces",
-        minimum=4096,
-    )
-    one_shot_bytes: int = setting(
-        64 * 1024, "an all-reduce takes one step if a rank reads at most this much of the others"
-    )
-    chunk_bytes: int = setting(
-        1 << 20,
-        "size of the pieces of messages between hosts: while one is sent, the next is summed in "
-        "shared memory. Rank 0's value applies to all",
-        minimum=4096,
     )
     switch: str = setting(
         "",

@@ -10,7 +10,6 @@ import re
 import sys
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ from torchrelay._torch._callers import frame_of
 from torchrelay.errors import UnsupportedError
 
 __all__ = [
-    "BackendsAsked",
     "TimeoutOnly",
     "backends_asked",
     "backends_of_init",
@@ -73,24 +71,9 @@ def operator_results(operator: Any, args: Any, work: Any) -> Any:
     return tuple(results) if len(results) != 1 else results[0]
 
 
-@dataclass(frozen=True)
-class BackendsAsked:
-    """The backends of a group that c10d is making, while one of them is being made."""
-
-    text: str
-    devices: dict[str, str]  # device type: backend, in c10d's order
-    group: Any  # the plain ProcessGroup in which c10d has registered the backends made so far
-    store: Any
-
-    @property
-    def missing(self) -> dict[str, str]:
-        """Backends other than ``sml`` that are not registered yet."""
-        made = {device.type for device in self.group._device_types}
-        return {d: name for d, name in self.devices.items() if name != "sml" and d not in made}
-
-
-def backends_asked() -> BackendsAsked | None:
-    """Return the backends that c10d was asked for, if it is the caller's caller, or calls that.
+def backends_asked() -> tuple[dict[str, str], Any] | None:
+    """Return the backends of the group that c10d is making, if it is the caller's caller, or calls
+    that: by device type, in c10d's order; and the plain ProcessGroup that has those made so far.
 
     Raises:
         UnsupportedError: this torch creates groups in an unknown way.
@@ -98,10 +81,9 @@ def backends_asked() -> BackendsAsked | None:
     frame = frame_of(("new_group",), 2, 2)
     if frame is None:
         return None
-    found = frame.f_locals
     try:
-        devices = dict(found["backend_config"].get_device_backend_map())
-        return BackendsAsked(str(found["backend"]), devices, found["pg"], found["prefix_store"])
+        backends = frame.f_locals["backend_config"].get_device_backend_map()
+        return dict(backends), frame.f_locals["pg"]
     except KeyError as error:
         raise UnsupportedError(
             f"torch {torch.__version__} makes process groups in an unknown way"

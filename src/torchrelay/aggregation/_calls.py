@@ -118,8 +118,7 @@ def split(
             f"{operation}: a tensor of {whole.numel()} elements is not {ranks} ranks x "
             f"{block.numel()} elements"
         )
-    flat = whole.reshape(-1)
-    return [flat.narrow(0, r * block.numel(), block.numel()) for r in range(ranks)]
+    return list(whole.reshape(ranks, block.numel()))
 
 
 def split_rows(
@@ -162,9 +161,11 @@ def root_of(opts: Any, ranks: int, operation: str) -> int:
     return root
 
 
-def on_root(lists: Sequence[Tensors], ranks: int, operation: str, which: str) -> Tensors:
-    """Return the root's tensors, one for each rank."""
-    return one_a_rank(lists[0] if lists else [], ranks, operation, which)
+def on_root(
+    lists: Sequence[Tensors], is_root: bool, ranks: int, operation: str, which: str
+) -> Tensors:
+    """Return the root's tensors, one for each rank; none elsewhere."""
+    return one_a_rank(lists[0] if lists else [], ranks, operation, which) if is_root else []
 
 
 def first_tensor(arguments: Any) -> torch.Tensor | None:

@@ -6,18 +6,17 @@ plane, a Work. A call that c10d marks as synchronous runs in the calling thread 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from torchrelay._torch import is_host_memory
+from torchrelay._torch import dispatches_itself, is_host_memory
 from torchrelay.aggregation import _calls as calls
 from torchrelay.aggregation._dtypes import NATIVE, as_native
 from torchrelay.aggregation._plane import ANY_RANK, Op, Plane, Tensors
-from torchrelay.aggregation._staging import Staging
 from torchrelay.aggregation._work import (
     DoneWork,
     PendingWork,
@@ -92,7 +91,7 @@ class Collectives:
             for tensor in tensors:
                 self._sum_sparse(tensor, op, seconds(opts.timeout, self.timeout_s))
             return DoneWork(tensors)
-        staging = Staging()
+        staging = _Staging()
         for tensor in tensors:
             buffer, buffer_op = _reducible(staging.inout(tensor), op, in_place=True)
             staging.add(self.plane.all_reduce, buffer, buffer_op)
@@ -141,7 +140,7 @@ class Collectives:
         op = calls.reduction_of(opts)
         root = calls.root_of(opts, self.size, "reduce")
         tensor = calls.single(tensors, "reduce")
-        staging = Staging()
+        staging = _Staging()
         is_root = self.rank == root
         buffer = staging.inout(tensor) if is_root else staging.input(tensor)
         native, native_op = _reducible(buffer, op, in_place=is_root)
@@ -150,7 +149,7 @@ class Collectives:
 
     def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> dist.Work:
         op = calls.reduction_of(opts)
-        staging = Staging()
+        staging = _Staging()
         for output, blocks in zip(outputs, inputs, strict=True):
             calls.one_block_a_rank(blocks, self.size, output, "reduce_scatter")
             into, native_op = _reducible(staging.output(output), op, in_place=True, scale=False)
@@ -171,14 +170,14 @@ class Collectives:
 
     def broadcast(self, tensors: Tensors, opts: Any) -> dist.Work:
         root = calls.root_of(opts, self.size, "broadcast")
-        staging = Staging()
+        staging = _Staging()
         stage = staging.input if root == self.rank else staging.output
         for tensor in tensors:
             staging.add(self.plane.broadcast, stage(tensor), root)
         return self._run(staging, opts, tensors)
 
     def all_gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> dist.Work:
-        staging = Staging()
+        staging = _Staging()
         for targets, tensor in zip(outputs, inputs, strict=True):
             calls.same_dtype([*targets, tensor], "all_gather")
             calls.one_a_rank(targets, self.size, "all_gather", "outputs")
@@ -195,7 +194,7 @@ class Collectives:
     def all_gather_tensors(self, outputs: Any, inputs: Any, opts: Any) -> dist.Work:
         """Gather one tensor or several, each of all ranks' blocks."""
         outputs, inputs = calls.as_lists((outputs, inputs))
-        staging = Staging()
+        staging = _Staging()
         for output, tensor in zip(outputs, inputs, strict=True):
             calls.same_dtype([output, tensor], "all_gather_into_tensor")
             buffer = staging.output(output)
@@ -206,11 +205,9 @@ class Collectives:
     def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> dist.Work:
         root = calls.root_of(opts, self.size, "gather")
         tensor = calls.single(inputs, "gather")
-        targets = (
-            calls.on_root(outputs, self.size, "gather", "outputs") if self.rank == root else []
-        )
+        targets = calls.on_root(outputs, self.rank == root, self.size, "gather", "outputs")
         calls.same_dtype([*targets, tensor], "gather")
-        staging = Staging()
+        staging = _Staging()
         buffers = [staging.output(target) for target in targets]
         staging.add(self.plane.gather, buffers, staging.input(tensor), root)
         return self._run(staging, opts, targets)
@@ -218,9 +215,9 @@ class Collectives:
     def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> dist.Work:
         root = calls.root_of(opts, self.size, "scatter")
         output = calls.single(outputs, "scatter")
-        sources = calls.on_root(inputs, self.size, "scatter", "inputs") if self.rank == root else []
+        sources = calls.on_root(inputs, self.rank == root, self.size, "scatter", "inputs")
         calls.same_dtype([*sources, output], "scatter")
-        staging = Staging()
+        staging = _Staging()
         blocks = [staging.input(source) for source in sources]
         staging.add(self.plane.scatter, staging.output(output), blocks, root)
         return self._run(staging, opts, outputs)
@@ -229,7 +226,7 @@ class Collectives:
         calls.same_dtype([*outputs, *inputs], "all_to_all")
         calls.one_a_rank(outputs, self.size, "all_to_all", "outputs")
         calls.one_a_rank(inputs, self.size, "all_to_all", "inputs")
-        staging = Staging()
+        staging = _Staging()
         targets = [staging.output(output) for output in outputs]
         staging.add(self.plane.all_to_all, targets, [staging.input(block) for block in inputs])
         return self._run(staging, opts, outputs)
@@ -243,7 +240,7 @@ class Collectives:
         opts: Any,
     ) -> dist.Work:
         calls.same_dtype([output, tensor], "all_to_all_single")
-        staging = Staging()
+        staging = _Staging()
         into = calls.split_rows(staging.output(output), self.size, output_splits, "output")
         blocks = calls.split_rows(staging.input(tensor), self.size, input_splits, "input")
         staging.add(self.plane.all_to_all, into, blocks)
@@ -252,7 +249,7 @@ class Collectives:
     # --- synchronisation and messages
 
     def barrier(self, opts: Any) -> dist.Work:
-        staging = Staging()
+        staging = _Staging()
         staging.add(self.plane.barrier)
         return self._run(staging, opts, [])
 
@@ -265,7 +262,7 @@ class Collectives:
         tensor = calls.single(tensors, "send")
         calls.check_rank(to, self.size, "send")
         calls.check_tag(tag, "send")
-        staging = Staging()
+        staging = _Staging()
         staging.add(self.plane.send, staging.input(tensor), to, tag)
         return self._run_transfer(staging, tensors, to)
 
@@ -279,11 +276,11 @@ class Collectives:
     def _receive(self, tensors: Tensors, source: int, tag: int) -> dist.Work:
         tensor = calls.single(tensors, "recv")
         calls.check_tag(tag, "recv")
-        staging = Staging()
+        staging = _Staging()
         staging.add(self.plane.receive, staging.output(tensor), source, tag)
         return self._run_transfer(staging, tensors, source)
 
-    def _run_transfer(self, staging: Staging, tensors: Tensors, peer: int) -> dist.Work:
+    def _run_transfer(self, staging: _Staging, tensors: Tensors, peer: int) -> dist.Work:
         ((operation, arguments),) = staging.operations
         transfer = operation(*arguments, self.timeout_s)
         if transfer is None:
@@ -296,7 +293,7 @@ class Collectives:
 
     # --- common to all
 
-    def _run(self, staging: Staging, opts: Any, tensors: Tensors) -> dist.Work:
+    def _run(self, staging: _Staging, opts: Any, tensors: Tensors) -> dist.Work:
         timeout_s = seconds(opts.timeout, self.timeout_s)
         block = not getattr(opts, "asyncOp", True) and not self.pending.is_coalescing
         self.count += 1
@@ -309,7 +306,7 @@ class Collectives:
             return self._done(staging, tensors)
         return self.pending.keep(PendingWork(tickets, tensors, staging.finish))
 
-    def _done(self, staging: Staging, tensors: Tensors, source: int = 0) -> dist.Work:
+    def _done(self, staging: _Staging, tensors: Tensors, source: int = 0) -> dist.Work:
         staging.finish()
         return DoneWork(tensors, source)
 
@@ -331,3 +328,57 @@ def _reducible(
         with torch.no_grad():
             buffer = buffer.mul_(op) if in_place else buffer.mul(op)
     return as_native(buffer, Op.SUM)
+
+
+class _Staging:
+    """The buffers of one call, contiguous and on the CPU, and the operations of the data plane that
+    use them.
+    """
+
+    def __init__(self) -> None:
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.operations: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
+
+    def add(self, operation: Callable[..., Any], *arguments: Any) -> None:
+        """Add an operation and its arguments, without ``timeout_s`` and ``block``."""
+        self.operations.append((operation, arguments))
+
+    def input(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a plain tensor with the values of ``tensor``."""
+        return self._buffer(tensor, is_input=True, is_output=False)
+
+    def output(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a plain tensor whose values ``finish`` copies to ``tensor``."""
+        return self._buffer(tensor, is_input=False, is_output=True)
+
+    def inout(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a plain tensor that is input and output."""
+        return self._buffer(tensor, is_input=True, is_output=True)
+
+    def _buffer(self, tensor: torch.Tensor, *, is_input: bool, is_output: bool) -> torch.Tensor:
+        if dispatches_itself(tensor):
+            raise UnsupportedError(
+                f"sml: a {type(tensor).__name__} has no memory of its own to send; pass its local "
+                "tensor"
+            )
+        if tensor.layout is not torch.strided:
+            raise UnsupportedError(
+                f"sml: {tensor.layout} tensors are supported by all_reduce only; use dense ones "
+                "(e.g. Embedding(sparse=False))"
+            )
+        if is_host_memory(tensor):
+            return tensor
+        # Pinned for a CUDA tensor, so that copies run at the link's speed.
+        buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        if is_input:
+            with torch.no_grad():
+                buffer.copy_(tensor)  # from a GPU: waits for the current stream
+        if is_output:
+            self._copies.append((tensor, buffer))
+        return buffer
+
+    def finish(self) -> None:
+        """Copy results to the caller's tensors."""
+        for tensor, buffer in self._copies:
+            with torch.no_grad():
+                tensor.copy_(buffer, non_blocking=True)  # on a GPU: ordered on the current stream

@@ -50,22 +50,18 @@ def as_native(tensor: torch.Tensor, op: Op) -> tuple[torch.Tensor, Op]:
         UnsupportedError: the dtype is not reduced.
     """
     dtype = tensor.dtype
+    native_op: Op | None
     if dtype in NATIVE:
-        if op in _BITWISE and dtype.is_floating_point:
-            raise ArgumentError(
-                f"{op.name} of {dtype} is not defined: it needs an integer dtype or bool"
-            )
-        return tensor, op
-    if dtype is torch.bool:
-        if op not in _BOOL_OPS:
-            raise ArgumentError(
-                f"{op.name} of torch.bool is not defined: convert to a numeric dtype first"
-            )
-        return tensor.view(torch.uint8), _BOOL_OPS[op]
-    if dtype.is_complex and dtype is not torch.complex32:
-        if op not in _COMPLEX_OPS:
-            raise ArgumentError(
-                f"{op.name} of {dtype} is not defined; complex tensors have SUM and AVG"
-            )
-        return torch.view_as_real(tensor), op
-    raise UnsupportedError(f"reductions of {dtype} are not supported: convert the tensor first")
+        native_op = None if op in _BITWISE and dtype.is_floating_point else op
+        hint = "it needs an integer dtype or bool"
+    elif dtype is torch.bool:
+        tensor, native_op = tensor.view(torch.uint8), _BOOL_OPS.get(op)
+        hint = "convert to a numeric dtype first"
+    elif dtype.is_complex and dtype is not torch.complex32:
+        tensor, native_op = torch.view_as_real(tensor), op if op in _COMPLEX_OPS else None
+        hint = "complex tensors have SUM and AVG"
+    else:
+        raise UnsupportedError(f"reductions of {dtype} are not supported: convert the tensor first")
+    if native_op is None:
+        raise ArgumentError(f"{op.name} of {dtype} is not defined: {hint}")
+    return tensor, native_op

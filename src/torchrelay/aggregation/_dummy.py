@@ -7,7 +7,7 @@ operation takes as long as its bytes would on a link of the given bandwidth.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -19,14 +19,23 @@ from torchrelay.config import Aggregation
 __all__ = ["DummyPlane"]
 
 
-def _operation(effect: Callable[..., int]) -> Callable[..., None]:
-    """Return a collective of :class:`Plane` from its effect, which returns its bytes."""
+def _operation(effect: Callable[..., None]) -> Callable[..., None]:
+    """Return a collective of :class:`Plane` from its effect. Of its tensors, the larger side
+    counts.
+    """
 
     def run(self: DummyPlane, *arguments: Any) -> None:
         *own, _, _ = arguments  # without the timeout and ``block``
-        self._spend(effect(self, *own))
+        effect(self, *own)
+        self._spend(max((_size_bytes(argument) for argument in own), default=0))
 
     return run
+
+
+def _size_bytes(argument: Any) -> int:
+    if isinstance(argument, Tensor):
+        return argument.nbytes
+    return sum(map(_size_bytes, argument)) if isinstance(argument, Sequence) else 0
 
 
 def _copy(output: Tensor, source: Tensor) -> None:
@@ -66,53 +75,45 @@ class DummyPlane:
             tensor.zero_()
 
     @_operation
-    def all_reduce(self, tensor: Tensor, op: Op) -> int:
+    def all_reduce(self, tensor: Tensor, op: Op) -> None:
         self._combine(tensor, op)
-        return tensor.nbytes
 
     def sum_into(self, output: Tensor, source: Tensor, timeout_s: float) -> None:
         output.copy_(source)
         self.all_reduce(output, Op.SUM, timeout_s, True)
 
     @_operation
-    def reduce(self, tensor: Tensor, op: Op, root: int) -> int:
+    def reduce(self, tensor: Tensor, op: Op, root: int) -> None:
         if root == self._rank:
             self._combine(tensor, op)
-        return tensor.nbytes
 
     @_operation
-    def reduce_scatter(self, output: Tensor, inputs: Tensors, op: Op) -> int:
+    def reduce_scatter(self, output: Tensor, inputs: Tensors, op: Op) -> None:
         _copy(output, inputs[self._rank])
         self._combine(output, op)
-        return output.nbytes * self._size
 
     @_operation
-    def broadcast(self, tensor: Tensor, root: int) -> int:
-        return tensor.nbytes
-
-    @_operation
-    def gather(self, outputs: Tensors, tensor: Tensor, root: int = 0) -> int:
+    def gather(self, outputs: Tensors, tensor: Tensor, root: int = 0) -> None:
         for output in outputs:
             _copy(output, tensor)
-        return tensor.nbytes * self._size
 
     all_gather = gather
 
     @_operation
-    def scatter(self, output: Tensor, inputs: Tensors, root: int) -> int:
+    def scatter(self, output: Tensor, inputs: Tensors, root: int) -> None:
         if inputs:
             _copy(output, inputs[self._rank])
-        return output.nbytes
 
     @_operation
-    def all_to_all(self, outputs: Tensors, inputs: Tensors) -> int:
+    def all_to_all(self, outputs: Tensors, inputs: Tensors) -> None:
         for output, source in zip(outputs, inputs, strict=True):
             _copy(output, source)
-        return sum(tensor.nbytes for tensor in inputs)
 
     @_operation
-    def barrier(self) -> int:
-        return 0
+    def broadcast(self, *_: Any) -> None:
+        """Keep each rank's own values."""
+
+    barrier = broadcast
 
     def send(self, tensor: Tensor, to: int, tag: int, timeout_s: float) -> None:
         self._spend(tensor.nbytes)

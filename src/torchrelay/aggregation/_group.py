@@ -9,27 +9,28 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchrelay._torch import (
     TimeoutOnly,
     dispatches_itself,
+    fake_mode_active,
     is_setting_timeout,
+    lowest_mode,
     name_backend,
+    operator_results,
+    span,
     watched,
 )
 from torchrelay.aggregation import _calls as calls
 from torchrelay.aggregation._collectives import Collectives
-from torchrelay.aggregation._dispatch import through_dispatcher
 from torchrelay.aggregation._plane import Plane, PlaneStats, Tensors
 from torchrelay.errors import ArgumentError, UnsupportedError
 from torchrelay.world import Process
-
-if TYPE_CHECKING:
-    from torch.distributed import Store
 
 __all__ = ["LIVING", "SmlGroup"]
 
@@ -52,26 +53,36 @@ def _method(
     reduction or a timeout.
     """
 
-    def call(
-        self: SmlGroup,
-        *arguments: Any,
-        opts: Any = None,
-        root: int | None = None,
-        op: Any = None,
-        timeout: timedelta | None = None,
-    ) -> dist.Work:
+    def call(self: SmlGroup, *arguments: Any, **named: Any) -> dist.Work:
         tensors = arguments[:num_tensors]
         if not name.endswith("_base"):  # those take two tensors
             tensors = calls.as_lists(tensors)
-        given = arguments[num_tensors:]
+        given = (*arguments[num_tensors:], *named.values())
         if len(given) == 1 and type(given[0]) is options:  # as c10d calls it
             opts = given[0]
         else:
-            opts = calls.options_of(options, (*given, opts, root, op, timeout))
+            opts = calls.options_of(options, given)
         return self._call(name, getattr(self._on, collective), tensors, opts)
 
     call.__name__ = name
     return call
+
+
+class _Kernel(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Dispatch mode in the place of a device's kernel: runs the call after all other modes."""
+
+    def __init__(self, run: Callable[..., dist.Work]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.work: dist.Work | None = None
+        self._run = run
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if fake_mode_active() or self.work is not None or func.namespace != "c10d":
+            return func(*args, **(kwargs or {}))
+        if types:
+            return NotImplemented  # a tensor subclass unwraps itself, and calls the operator again
+        self.work = self._run(*args)
+        return operator_results(func, args, self.work)
 
 
 class SmlGroup(_ProcessGroup):  # type: ignore[misc]
@@ -96,13 +107,13 @@ class SmlGroup(_ProcessGroup):  # type: ignore[misc]
     def __init__(
         self,
         plane: Plane,
-        store: Store,
+        store: dist.Store,
         rank: int,
         size: int,
         timeout_s: float,
         processes: dict[int, Process],
-        devices: Sequence[str] = ("cpu", "cuda"),
-        others: dist.ProcessGroup | None = None,
+        devices: Sequence[str],
+        others: dist.ProcessGroup | None,
     ) -> None:
         super().__init__(rank, size)
         self._on = Collectives(plane, rank, size, timeout_s)
@@ -141,7 +152,7 @@ class SmlGroup(_ProcessGroup):  # type: ignore[misc]
     def getGroupDesc(self) -> str:
         return self._desc
 
-    def get_group_store(self) -> Store:
+    def get_group_store(self) -> dist.Store:
         return self._store
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -220,8 +231,24 @@ class SmlGroup(_ProcessGroup):  # type: ignore[misc]
             work: dist.Work = getattr(self._others, method)(*tensors, *rest)
             return work
         if watched() or (tensor is not None and dispatches_itself(tensor)):
-            return through_dispatcher(self._others, method, run, tensors, *rest)
+            return self._call_operator(method, run, tensors, *rest)
         return run(*tensors, *rest)
+
+    def _call_operator(
+        self, method: str, run: Callable[..., dist.Work], tensors: tuple[Any, ...], *rest: Any
+    ) -> dist.Work:
+        """Run a call as one of c10d's operators, so that profilers and dispatch modes see it: a
+        plain group's method calls the operator, whose arguments begin with the tensors too.
+        """
+
+        def run_now(*arguments: Any) -> dist.Work:
+            with span(f"sml:{run.__name__}"):
+                return run(*arguments[: len(tensors)], *rest)
+
+        kernel = _Kernel(run_now)
+        with lowest_mode(kernel):
+            work: dist.Work = getattr(self._others, method)(*tensors, *rest)
+        return work if kernel.work is None else kernel.work
 
     # --- collectives; _METHODS has more
 
@@ -264,17 +291,9 @@ class SmlGroup(_ProcessGroup):  # type: ignore[misc]
                 return work
         return self._call("allreduce", self._on.all_reduce, (tensors,), opts)
 
-    def alltoall_base(
-        self,
-        output: torch.Tensor,
-        tensor: torch.Tensor,
-        output_splits: Sequence[int],
-        input_splits: Sequence[int],
-        opts: Any = None,
-        *,
-        timeout: Any = None,
-    ) -> dist.Work:
-        opts = calls.options_of(_c10d.AllToAllOptions, (opts, timeout))
+    def alltoall_base(self, output: Any, tensor: Any, *rest: Any, **named: Any) -> dist.Work:
+        output_splits, input_splits, *given = rest
+        opts = calls.options_of(_c10d.AllToAllOptions, (*given, *named.values()))
         run = self._on.all_to_all_single
         return self._call("alltoall_base", run, (output, tensor), output_splits, input_splits, opts)
 
@@ -291,7 +310,7 @@ class SmlGroup(_ProcessGroup):  # type: ignore[misc]
             return work
         if watched():
             opts.device = torch.device("cpu")  # the operator takes a tensor of this device
-            return through_dispatcher(self._others, "barrier", self._on.barrier, (), opts)
+            return self._call_operator("barrier", self._on.barrier, (), opts)
         if not getattr(opts, "asyncOp", True):
             return self._on.barrier_within(opts.timeout)
         return self._on.barrier(opts)

@@ -80,7 +80,6 @@ class HostsPlane(NativePlane):
             sockets,
             address,
             timeout_s,
-            settings,
             inline_bytes=_inline_bytes(meeting.size, bool(settings.switch)),
             on_failure=self._wake,
             agreed={"the use of a switch": terms(settings)},

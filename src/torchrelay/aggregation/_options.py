@@ -39,12 +39,12 @@ class _Checked:
 
 _CHECKED = {field.name: field for field in dataclasses.fields(_Checked)}
 
-# The settings of a key, where the names differ; a key of [backend.dummy] sets dummy_KEY. `timeout`
-# is in ms; the switch of SwitchML's workers runs on the host of its controller.
-_RENAMED = {"timeout": "packet_timeout_s", "controller_ip": "switch"}
+# The settings of keys that have other names. `timeout` is in ms; the switch of SwitchML's workers
+# runs on the host of its controller.
+_RENAMED = {"timeout": _FIELDS["packet_timeout_s"], "controller_ip": _FIELDS["switch"]}
 _KEYS = {
-    "general": (*_CHECKED, *_RENAMED, *_FIELDS),
-    "backend.dummy": ("bandwidth", "process_packets"),
+    "general": {**_CHECKED, **_RENAMED, **_FIELDS},
+    "backend.dummy": {key: _FIELDS[f"dummy_{key}"] for key in ("bandwidth", "process_packets")},
 }
 _SECTIONS = (*_KEYS, *(f"backend.{name}" for name in _REPLACED))
 
@@ -140,22 +140,16 @@ def _setting(section: str, key: str, text: str, origin: str) -> dict[str, Any]:
         return {}  # the data plane is not offered, about which `backend` warns
     if key not in _KEYS[section]:
         raise ConfigError(f"{origin}: no such key; [{section}] has {', '.join(_KEYS[section])}")
-    if section == "backend.dummy":
-        name = f"dummy_{key}"
-        return {name: parse_value(text, _FIELDS[name], origin)}
+    field = _KEYS[section][key]
+    value = parse_value(text, field, origin)
     if key not in _CHECKED:
-        name = _RENAMED.get(key, key)
-        value = parse_value(text, _FIELDS[name], origin)
-        return {name: value / 1000 if key == "timeout" else value}
-    parse_value(text, _CHECKED[key], origin)
-    if key != "backend":
-        return {}
-    if text in _REPLACED:
+        return {field.name: value / 1000 if key == "timeout" else value}
+    if value in _REPLACED:
         warnings.warn(
             f"{origin} = {text}: this data plane needs a network card's own driver and is not "
             "offered; shared memory is used within a host, and TCP between hosts, or the switch "
             "that [general] controller_ip or switch = host:port names",
             stacklevel=2,
         )
-        return {"plane": "auto"}
-    return {"plane": text}
+        value = "auto"
+    return {"plane": value} if key == "backend" else {}

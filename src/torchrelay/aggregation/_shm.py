@@ -55,37 +55,31 @@ class NativePlane:
             addresses, output.data_ptr(), output.numel(), NATIVE[output.dtype], op, timeout_s, block
         )
 
-    def broadcast(self, tensor: Tensor, root: int, timeout_s: float, block: bool) -> Ticket | None:
+    def _block(self, tensor: Tensor) -> tuple[int, int, int]:
+        """Return address, bytes and dtype of a tensor, whose bytes count."""
         self._payload_bytes += tensor.nbytes
-        return self.native.broadcast(
-            tensor.data_ptr(), tensor.nbytes, code(tensor.dtype), root, timeout_s, block
-        )
+        return tensor.data_ptr(), tensor.nbytes, code(tensor.dtype)
+
+    def broadcast(self, tensor: Tensor, root: int, timeout_s: float, block: bool) -> Ticket | None:
+        return self.native.broadcast(*self._block(tensor), root, timeout_s, block)
 
     def all_gather(
         self, outputs: Tensors, tensor: Tensor, timeout_s: float, block: bool
     ) -> Ticket | None:
-        self._payload_bytes += tensor.nbytes
-        return self.native.all_gather(
-            tensor.data_ptr(), tensor.nbytes, _blocks(outputs), code(tensor.dtype), timeout_s, block
-        )
+        address, size, dtype = self._block(tensor)
+        return self.native.all_gather(address, size, _blocks(outputs), dtype, timeout_s, block)
 
     def gather(
         self, outputs: Tensors, tensor: Tensor, root: int, timeout_s: float, block: bool
     ) -> Ticket | None:
-        self._payload_bytes += tensor.nbytes
-        blocks, dtype = _blocks(outputs), code(tensor.dtype)
-        return self.native.gather(
-            tensor.data_ptr(), tensor.nbytes, blocks, dtype, root, timeout_s, block
-        )
+        address, size, dtype = self._block(tensor)
+        return self.native.gather(address, size, _blocks(outputs), dtype, root, timeout_s, block)
 
     def scatter(
         self, output: Tensor, inputs: Tensors, root: int, timeout_s: float, block: bool
     ) -> Ticket | None:
-        self._payload_bytes += output.nbytes
-        blocks, dtype = _blocks(inputs), code(output.dtype)
-        return self.native.scatter(
-            blocks, output.data_ptr(), output.nbytes, dtype, root, timeout_s, block
-        )
+        address, size, dtype = self._block(output)
+        return self.native.scatter(_blocks(inputs), address, size, dtype, root, timeout_s, block)
 
     def all_to_all(
         self, outputs: Tensors, inputs: Tensors, timeout_s: float, block: bool
@@ -98,10 +92,8 @@ class NativePlane:
         return self.native.barrier(timeout_s, block)
 
     def send(self, tensor: Tensor, to: int, tag: int, timeout_s: float) -> Transfer:
-        self._payload_bytes += tensor.nbytes
-        return self.native.send(
-            tensor.data_ptr(), tensor.nbytes, to, tag, code(tensor.dtype), timeout_s
-        )
+        address, size, dtype = self._block(tensor)
+        return self.native.send(address, size, to, tag, dtype, timeout_s)
 
     def receive(self, tensor: Tensor, source: int, tag: int, timeout_s: float) -> Transfer:
         return self.native.receive(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 import torchrelay.aggregation  # noqa: F401 - registers the backend
+from torchrelay import _communicators
 from torchrelay.world import World
 
 ReduceOp = dist.ReduceOp
@@ -25,9 +25,7 @@ SIZES = (1, 300, 9001)
 @contextmanager
 def groups(world: World) -> Iterator[dist.ProcessGroup]:
     """The default group is ``sml``, with small slots; yields a Gloo group of the same ranks."""
-    os.environ.update(
-        TORCHRELAY_AGGREGATION_SLOT_BYTES="16384", TORCHRELAY_AGGREGATION_ONE_SHOT_BYTES="2048"
-    )
+    _communicators._SLOT_BYTES, _communicators._ONE_SHOT_BYTES = 16384, 2048
     dist.init_process_group("sml", store=world.connect(60), rank=world.rank, world_size=world.size)
     yield dist.new_group(backend="gloo")
     dist.destroy_process_group()

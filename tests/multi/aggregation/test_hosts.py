@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 import torchrelay.aggregation
 from multi.aggregation.collectives import COPIED, DTYPES, FLOATS, VIEWS
+from torchrelay import _communicators
 from torchrelay._communicators import hosts_of
 from torchrelay.world import World
 
@@ -44,9 +45,8 @@ def place(world: World, hosts: str) -> None:
     """Put this rank on its host: one letter for each rank. Pieces are small, so that there are
     several.
     """
-    os.environ.update(
-        TORCHRELAY_HOST_ID=hosts[world.rank], TORCHRELAY_AGGREGATION_CHUNK_BYTES="4096"
-    )
+    os.environ["TORCHRELAY_HOST_ID"] = hosts[world.rank]
+    _communicators._CHUNK_BYTES = 4096
 
 
 Case = tuple[Any, ...]  # a file, its test, and the test's parameters

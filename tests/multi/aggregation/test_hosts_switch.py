@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.nn.parallel import DistributedDataParallel
 
 import torchrelay.aggregation
+from torchrelay import _communicators
 from torchrelay.aggregation import LinkStats, Options
 from torchrelay.aggregation.switch import SwitchServer, UdpDataPlane
 from torchrelay.world import World
@@ -39,9 +40,8 @@ def switched(
 
     Yields the switch's server (None on other ranks) and the group's options.
     """
-    os.environ.update(
-        TORCHRELAY_HOST_ID=hosts[world.rank], TORCHRELAY_AGGREGATION_CHUNK_BYTES="65536"
-    )
+    os.environ["TORCHRELAY_HOST_ID"] = hosts[world.rank]
+    _communicators._CHUNK_BYTES = 65536
     store = world.connect(60)
     with contextlib.ExitStack() as stack:
         server = None

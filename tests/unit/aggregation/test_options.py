@@ -74,7 +74,7 @@ packet_numel = 64
 timeout = 2.5
 timeout_threshold = 7
 timeout_threshold_increment = 3
-chunk_bytes = 8192
+spin_us = 7
 """
     found = resolve(None, {}, write(tmp_path, text))
     assert (found.switch, found.exact) == ("192.0.2.9:48864", True)
@@ -82,7 +82,7 @@ chunk_bytes = 8192
     assert packets == (2, 64, 64)
     assert found.packet_timeout_s == 0.0025
     assert (found.timeout_threshold, found.timeout_threshold_increment) == (7, 3)
-    assert found.chunk_bytes == 8192  # every setting can be in the file
+    assert found.spin_us == 7  # every setting can be in the file
 
 
 @pytest.mark.parametrize(

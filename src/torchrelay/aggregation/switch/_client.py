@@ -5,6 +5,10 @@ workers.
 from __future__ import annotations
 
 import contextlib
+import secrets
+import select
+import socket
+import time
 
 import torch
 
@@ -12,20 +16,21 @@ from torchrelay import _native
 from torchrelay._resource import Resource
 from torchrelay._torch import is_host_memory
 from torchrelay._waiting import listed
+from torchrelay.aggregation.switch import _control as control
+from torchrelay.aggregation.switch._control import ControlKind, ControlRequest, Join
 from torchrelay.aggregation.switch._data_plane import SessionShape
-from torchrelay.aggregation.switch._joining import (
-    RESEND_S,
-    ask_missing,
-    connect,
-    join_session,
-    leave,
-    parse_address,
-)
 from torchrelay.config import Aggregation
-from torchrelay.errors import ArgumentError, OperationTimeoutError, PeerLostError
+from torchrelay.errors import (
+    ArgumentError,
+    ConfigError,
+    OperationTimeoutError,
+    PeerLostError,
+    UnavailableError,
+)
 
-__all__ = ["SwitchClient"]
+__all__ = ["SwitchClient", "ask_missing", "connect", "join_session", "leave"]
 
+_RESEND_S = 0.2
 _DTYPES = {torch.int32: _native.Dtype.int32, torch.float32: _native.Dtype.float32}
 
 
@@ -55,37 +60,25 @@ class SwitchClient(Resource):
         options: Aggregation | None = None,
         timeout_s: float = 30.0,
     ) -> None:
-        self.options = options or Aggregation()
         self.rank, self.num_workers, self.session_id = rank, num_workers, session_id
-        self._shape = SessionShape(
-            num_workers,
-            self.options.max_outstanding_packets,
-            self.options.packet_numel,
-            sequenced=True,
+        self.switch = "{}:{}".format(*_parse_address(switch))
+        self._is_closed = False
+        options = options or Aggregation()
+        window, numel = options.max_outstanding_packets, options.packet_numel
+        shape = SessionShape(num_workers, window, numel, sequenced=True)
+        retry = _native.SwitchRetryPolicy(
+            options.packet_timeout_s, options.timeout_threshold, options.timeout_threshold_increment
         )
-        host, port = parse_address(switch)
-        self.switch = f"{host}:{port}"
         with contextlib.ExitStack() as unless_joined:
             self._control, *sockets = (
                 unless_joined.enter_context(connect(self.switch))
-                for _ in range(1 + self.options.num_worker_threads)
+                for _ in range(1 + options.num_worker_threads)
             )
-            join_session(sockets, self.switch, session_id, rank, self._shape, timeout_s)
-            retry = _native.SwitchRetryPolicy(
-                self.options.packet_timeout_s,
-                self.options.timeout_threshold,
-                self.options.timeout_threshold_increment,
-            )
+            join_session(sockets, self.switch, session_id, rank, shape, timeout_s)
+            descriptors = [sock.detach() for sock in sockets]
             self._native = _native.SwitchWorker(
-                [sock.detach() for sock in sockets],
-                self.switch,
-                rank,
-                num_workers,
-                self.options.packet_numel,
-                self.options.max_outstanding_packets,
-                retry,
+                descriptors, self.switch, rank, num_workers, numel, window, retry
             )
-            self._is_closed = False
             unless_joined.pop_all()
 
     def all_reduce(self, tensor: torch.Tensor, timeout_s: float = 300.0) -> None:
@@ -136,7 +129,7 @@ class SwitchClient(Resource):
         self._control.close()
 
     def _who_is_missing(self, message: str) -> tuple[str, list[int]]:
-        ranks = ask_missing(self._control, self.session_id, 5 * RESEND_S)
+        ranks = ask_missing(self._control, self.session_id, 5 * _RESEND_S)
         if ranks is None:
             return f"{message}; the switch does not answer", []
         if not ranks:
@@ -145,3 +138,99 @@ class SwitchClient(Resource):
                 "an XDP switch whose driver needs --mode generic"
             ), []
         return f"{message}; it waits for {listed('worker', ranks)}", ranks
+
+
+# --- how a worker, or a leaf switch, asks a switch: datagrams until one is answered
+
+
+def _parse_address(text: str) -> tuple[str, int]:
+    """Return host and port of ``host`` or ``host:port``.
+
+    Raises:
+        ConfigError: the port is not a number from 1 to 65535.
+    """
+    host, _, port = text.partition(":")
+    if not host or (port and not (port.isdecimal() and 0 < int(port) < 1 << 16)):
+        raise ConfigError(f"switch address {text!r}: it must be host or host:port")
+    return host, int(port) if port else _native.SWITCH_UDP_PORT
+
+
+def connect(switch: str) -> socket.socket:
+    """Return a UDP socket that is connected to a switch (``host:port``)."""
+    sock = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    try:
+        sock.connect(_parse_address(switch))
+    except OSError as error:
+        sock.close()
+        raise UnavailableError(f"switch {switch}: {error}") from error
+    return sock
+
+
+def _ask(
+    sock: socket.socket,
+    session_id: int,
+    request: bytes,
+    kinds: tuple[ControlKind, ...],
+    deadline_s: float,
+) -> ControlRequest | None:
+    """Send ``request`` until an answer of one of ``kinds`` about the session arrives, and return
+    it; None at the deadline (of ``time.monotonic()``), or when the socket was closed.
+    """
+    while (left_s := deadline_s - time.monotonic()) > 0 and sock.fileno() >= 0:
+        try:
+            sock.send(request)
+            while select.select([sock], [], [], min(left_s, _RESEND_S))[0]:
+                answer = control.parse(sock.recv(2048))
+                if answer and answer.kind in kinds and answer.session_id == session_id:
+                    return answer
+        except (OSError, ValueError):  # no route, or closed, or nobody listens there yet
+            time.sleep(min(left_s, _RESEND_S))
+    return None
+
+
+def ask_missing(sock: socket.socket, session_id: int, timeout_s: float) -> list[int] | None:
+    """Return the ranks of the workers that a session waits for; None if the switch does not
+    answer.
+    """
+    request, deadline_s = control.encode(ControlKind.ASK_MISSING, session_id), time.monotonic()
+    kinds = (ControlKind.MISSING,)
+    answer = _ask(sock, session_id, request, kinds, deadline_s + timeout_s)
+    return None if answer is None else control.decode_ranks(answer.body)
+
+
+def leave(sock: socket.socket, session_id: int, rank: int) -> None:
+    """Notify the switch that a worker has left its session."""
+    with contextlib.suppress(OSError):  # the switch is gone
+        sock.send(control.encode(ControlKind.LEAVE, session_id, control.encode_ranks([rank])))
+
+
+def join_session(
+    sockets: list[socket.socket],
+    switch: str,
+    session_id: int,
+    rank: int,
+    shape: SessionShape,
+    timeout_s: float,
+) -> None:
+    """Make a worker a member of a session, with each of its sockets; blocks.
+
+    Raises:
+        UnavailableError: the switch does not answer, is full, or refuses the worker; the message
+            gives the reason.
+    """
+    request = control.encode_join(session_id, Join(rank, shape, client=secrets.randbits(64)))
+    kinds = (ControlKind.JOINED, ControlKind.REFUSED, ControlKind.BUSY)
+    deadline_s, reason = time.monotonic() + timeout_s, "no answer"
+    why = "; is `torchrelay switch` running there, and does the network let UDP through?"
+    waiting = list(reversed(sockets))
+    while waiting:
+        answer = _ask(waiting[-1], session_id, request, kinds, deadline_s)
+        if answer is None:
+            raise UnavailableError(f"switch {switch}: {reason} within {timeout_s:g} s{why}")
+        if answer.kind == ControlKind.REFUSED:
+            raise UnavailableError(f"switch {switch} refuses worker {rank}: {answer.body.decode()}")
+        if answer.kind == ControlKind.JOINED:
+            waiting.pop()
+        else:
+            reason, why = f"worker {rank} was not admitted", f": {answer.body.decode()}"
+            time.sleep(_RESEND_S)

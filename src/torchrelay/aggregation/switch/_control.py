@@ -9,6 +9,7 @@ workers know: it is what admits to a session.
 
 from __future__ import annotations
 
+import dataclasses
 import struct
 from dataclasses import dataclass
 from enum import IntEnum
@@ -30,7 +31,7 @@ __all__ = [
 _TYPE = 2 << 4
 _VERSION = 1
 _HEAD = struct.Struct(">BBHQ")
-_JOIN = struct.Struct(">QIIHHH")
+_JOIN = struct.Struct(">QIIHH?x")  # client, rank, the fields of the shape
 _MAX_RANKS = 100  # that one message names
 
 
@@ -88,15 +89,7 @@ def parse(datagram: bytes) -> ControlRequest | None:
 
 def encode_join(session_id: int, join: Join) -> bytes:
     """Return the datagram of a JOIN."""
-    shape = join.shape
-    body = _JOIN.pack(
-        join.client,
-        join.rank,
-        shape.num_workers,
-        shape.packet_numel,
-        shape.num_slots,
-        shape.sequenced,
-    )
+    body = _JOIN.pack(join.client, join.rank, *dataclasses.astuple(join.shape))
     return encode(ControlKind.JOIN, session_id, body)
 
 
@@ -104,8 +97,8 @@ def decode_join(body: bytes) -> Join | None:
     """Return the content of a JOIN; None if it is malformed."""
     if len(body) != _JOIN.size:
         return None
-    client, rank, num_workers, packet_numel, num_slots, sequenced = _JOIN.unpack(body)
-    return Join(rank, SessionShape(num_workers, num_slots, packet_numel, bool(sequenced)), client)
+    client, rank, *shape = _JOIN.unpack(body)
+    return Join(rank, SessionShape(*shape), client)
 
 
 def encode_ranks(ranks: list[int]) -> bytes:

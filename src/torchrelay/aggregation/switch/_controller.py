@@ -75,18 +75,14 @@ class Controller(Resource):
             options=[("grpc.max_receive_message_length", _MAX_BYTES), ("grpc.so_reuseport", 0)],
             maximum_concurrent_rpcs=_MAX_CALLS,
         )
-        answers = {
-            "UdpSession": self._udp_session,
-            "Barrier": self._barrier,
-            "Broadcast": self._broadcast,
+        services: dict[str, dict[str, Any]] = {
+            "Session": {"UdpSession": self._udp_session},
+            "Sync": {"Barrier": self._barrier, "Broadcast": self._broadcast},
         }
-        for service in self._messages.DESCRIPTOR.services_by_name.values():
-            handlers = {
-                method.name: self._handler(method.input_type.name, answers[method.name])
-                for method in service.methods
-            }
+        for service, answers in services.items():
+            handlers = {name: self._handler(name, answer) for name, answer in answers.items()}
             self._calls.add_generic_rpc_handlers(
-                [grpc.method_handlers_generic_handler(service.full_name, handlers)]
+                [grpc.method_handlers_generic_handler(f"switchml_proto.{service}", handlers)]
             )
         try:
             self.port: int = self._calls.add_insecure_port(f"{address}:{port}")
@@ -101,7 +97,7 @@ class Controller(Resource):
         """Stop serving; calls in progress fail. Idempotent."""
         self._calls.stop(grace=None).wait()
 
-    def _handler(self, kind: str, answer: Any) -> Any:
+    def _handler(self, name: str, answer: Any) -> Any:
         """Return a method's handler, which sends errors of ``answer`` as status and text."""
         from google.protobuf.message import DecodeError  # noqa: PLC0415 - optional
 
@@ -113,10 +109,10 @@ class Controller(Resource):
 
         def handle(data: bytes, context: Any) -> bytes:
             try:
-                request = getattr(self._messages, kind).FromString(data)
+                request = getattr(self._messages, f"{name}Request").FromString(data)
                 return bytes(answer(request, context).SerializeToString())
             except DecodeError as error:
-                context.abort(status.INVALID_ARGUMENT, f"not a {kind}: {error}")
+                context.abort(status.INVALID_ARGUMENT, f"not a {name}Request: {error}")
             except TorchRelayError as error:
                 context.abort(codes.get(type(error), status.INVALID_ARGUMENT), str(error))
             raise AssertionError  # abort() raises
@@ -125,20 +121,18 @@ class Controller(Resource):
 
     # --- Sync
 
-    def _barrier(self, request: pb.BarrierRequest, context: Any) -> pb.BarrierResponse:
+    def _barrier(self, request: pb.BarrierRequest, context: Any) -> Any:
         self._gather("barrier", (request.num_workers,), context)
-        answer: pb.BarrierResponse = self._messages.BarrierResponse()
-        return answer
+        return self._messages.BarrierResponse()
 
-    def _broadcast(self, request: pb.BroadcastRequest, context: Any) -> pb.BroadcastResponse:
+    def _broadcast(self, request: pb.BroadcastRequest, context: Any) -> Any:
         size, root = request.num_workers, request.root
         if not (request.rank < size and root < size):
             raise ProtocolError(
                 f"broadcast: rank {request.rank} and root {root} must be below {size} workers"
             )
         values = self._gather("broadcast", (size, root), context, request.rank, request.value)
-        answer: pb.BroadcastResponse = self._messages.BroadcastResponse(value=values[root])
-        return answer
+        return self._messages.BroadcastResponse(value=values[root])
 
     def _gather(
         self, step: str, key: _Key, context: Any, rank: int | None = None, value: int = 0
@@ -174,14 +168,13 @@ class Controller(Resource):
 
     # --- Session
 
-    def _udp_session(self, request: pb.UdpSessionRequest, _: Any) -> pb.UdpSessionResponse:
+    def _udp_session(self, request: pb.UdpSessionRequest, _: Any) -> Any:
         address = str(ipaddress.IPv4Address(request.ipv4))
         self._join(request, address)
         mac, own = _own_address(self._server.plane.address, address)
-        answer: pb.UdpSessionResponse = self._messages.UdpSessionResponse(
+        return self._messages.UdpSessionResponse(
             session_id=request.session_id, mac=mac, ipv4=int(ipaddress.IPv4Address(own))
         )
-        return answer
 
     def _join(self, request: pb.UdpSessionRequest, address: str) -> None:
         """Admit the packets of a worker of SwitchML, from any port of its address."""

@@ -6,17 +6,21 @@ Programs are attached by links, which end with the process, whatever ends it.
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
-from collections.abc import Callable
+import struct
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from torchrelay._resource import Resource
-from torchrelay.errors import UnavailableError
+from torchrelay.errors import ConfigError, UnavailableError
 
 __all__ = ["BpfMap", "BpfObject"]
 
 _ATTACH_XDP = 37  # enum bpf_attach_type
+_FLAGS = {"generic": 2, "native": 4}  # XDP_FLAGS_SKB_MODE, XDP_FLAGS_DRV_MODE
+_LINK_OPTIONS = struct.Struct("@NI4x")  # the begin of struct bpf_link_create_opts: size, flags
 _PRIVILEGE = "XDP needs root, or the capabilities CAP_BPF and CAP_NET_ADMIN"
 
 
@@ -24,12 +28,8 @@ K = TypeVar("K", bound=Any)  # ctypes types have no common public base
 V = TypeVar("V", bound=Any)
 
 
-class _LinkOptions(ctypes.Structure):
-    _fields_ = (
-        ("size", ctypes.c_size_t),
-        ("flags", ctypes.c_uint32),
-        ("rest", ctypes.c_uint8 * 60),
-    )
+class _PortEntry(ctypes.Structure):  # struct bpf_devmap_val
+    _fields_ = (("ifindex", ctypes.c_uint32), ("program", ctypes.c_uint32))
 
 
 def _library() -> ctypes.CDLL:
@@ -109,42 +109,55 @@ class BpfObject(Resource):
         find = getattr(self._library, f"bpf_object__find_{kind}_by_name")
         return ctypes.c_void_p(find(ctypes.c_void_p(self._object), name.encode()))
 
-    def map(self, name: str, key: type[K], value: type[V], copies: int = 1) -> BpfMap[K, V]:
+    def map(
+        self, name: str, key: type[K], value: type[V], *, per_cpu: bool = False
+    ) -> BpfMap[K, V]:
         """Return a map.
 
         Args:
             key, value: the ctypes types of its entries.
-            copies: how often the program's type stands in ``value``: in a per-CPU map.
+            per_cpu: an entry is an array of ``value``, one for each CPU.
 
         Raises:
             UnavailableError: the program has keys or values of other sizes.
         """
         at = self._find("map", name)
         found = (self._library.bpf_map__key_size(at), self._library.bpf_map__value_size(at))
-        expected = (ctypes.sizeof(key), ctypes.sizeof(value) // copies)
+        expected = (ctypes.sizeof(key), ctypes.sizeof(value))
         if found != expected:
             raise UnavailableError(
                 f"XDP: {self._path} is of another version: its map {name} has keys and values of "
                 f"{found} bytes, not {expected}; build torchrelay again"
             )
-        return BpfMap(self._library, self._library.bpf_map__fd(at), value)
+        entry: Any = value * self._library.libbpf_num_possible_cpus() if per_cpu else value
+        return BpfMap(self._library, self._library.bpf_map__fd(at), entry)
 
-    def program(self, name: str) -> int:
-        """Return the file descriptor of a program."""
-        return int(self._library.bpf_program__fd(self._find("program", name)))
+    def attach(self, interfaces: Mapping[int, str], mode: str) -> None:
+        """Run the switch at the ports, whose names are given by index.
 
-    def attach(self, program: int, ifindex: int, flags: int) -> int:
-        """Run a program on a network interface. Returns 0, or the errno."""
-        options = _LinkOptions(16, flags)
-        link = self._library.bpf_link_create(program, ifindex, _ATTACH_XDP, ctypes.byref(options))
-        if link < 0:
-            return ctypes.get_errno()
-        self._links.append(link)
-        return 0
+        Args:
+            mode: as of :class:`XdpDataPlane`.
 
-    def num_cpus(self) -> int:
-        """Return the number of values in an entry of a per-CPU map."""
-        return int(self._library.libbpf_num_possible_cpus())
+        Raises:
+            ConfigError: there is no such mode.
+            UnavailableError: the program cannot be attached.
+        """
+        if mode not in _FLAGS:
+            raise ConfigError(f"XDP: mode {mode!r}; there are {', '.join(_FLAGS)}")
+        options = _LINK_OPTIONS.pack(_LINK_OPTIONS.size, _FLAGS[mode])
+        ports = self.map("ports", ctypes.c_uint32, _PortEntry)
+        switch, port = (
+            self._library.bpf_program__fd(self._find("program", f"torchrelay_{name}"))
+            for name in ("switch", "port")
+        )
+        for place, (ifindex, name) in enumerate(interfaces.items()):
+            ports[ctypes.c_uint32(place)] = _PortEntry(ifindex, port)
+            link = self._library.bpf_link_create(switch, ifindex, _ATTACH_XDP, options)
+            if link < 0:
+                error = ctypes.get_errno()
+                why = "another XDP program is there" if error == errno.EBUSY else f"no mode {mode}"
+                raise UnavailableError(f"XDP: interface {name}: {os.strerror(error)}; {why}")
+            self._links.append(link)
 
     def close(self) -> None:
         """Detach the programs, and free programs and maps. Idempotent."""

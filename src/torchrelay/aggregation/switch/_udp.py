@@ -14,7 +14,6 @@ from torchrelay.aggregation.switch._data_plane import (
     SessionWorkerStats,
     SwitchStats,
 )
-from torchrelay.errors import ConfigError
 
 __all__ = ["UdpDataPlane"]
 
@@ -30,7 +29,6 @@ class UdpDataPlane(Resource):
         drop_seed: of those losses.
 
     Raises:
-        ConfigError: a probability is not between 0 and 1.
         UnavailableError: the address or port cannot be bound.
     """
 
@@ -47,9 +45,6 @@ class UdpDataPlane(Resource):
         drop_egress: float = 0.0,
         drop_seed: int = 0,
     ) -> None:
-        for name, value in {"drop_ingress": drop_ingress, "drop_egress": drop_egress}.items():
-            if not 0 <= value <= 1:
-                raise ConfigError(f"{name} = {value:g}: a probability is between 0 and 1")
         self.address = address
         self._native = _native.UdpSwitch(address, port, drop_ingress, drop_egress, drop_seed)
         self.port: int = self._native.port
@@ -76,11 +71,10 @@ class UdpDataPlane(Resource):
 
     def receive_control(self, timeout_s: float) -> ControlMessage | None:
         got = self._native.receive_control(timeout_s)
-        return (
-            None
-            if got is None
-            else ControlMessage(got[0], str(ipaddress.IPv4Address(got[1])), got[2], got[3])
-        )
+        if got is None:
+            return None
+        data, ip, port, switch_port = got
+        return ControlMessage(data, str(ipaddress.IPv4Address(ip)), port, switch_port)
 
     def send_control(self, message: bytes, address: str, port: int, switch_port: int) -> None:
         self._native.send_control(message, int(ipaddress.IPv4Address(address)), port, switch_port)

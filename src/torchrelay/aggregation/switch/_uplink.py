@@ -7,8 +7,8 @@ import dataclasses
 import socket
 from dataclasses import dataclass
 
+from torchrelay.aggregation.switch._client import ask_missing, connect, join_session, leave
 from torchrelay.aggregation.switch._data_plane import SessionShape
-from torchrelay.aggregation.switch._joining import ask_missing, connect, join_session, leave
 from torchrelay.errors import ArgumentError, ConfigError, UnavailableError
 
 __all__ = ["Uplink"]

@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from torchrelay import _native
 from torchrelay._resource import Resource
@@ -29,7 +30,7 @@ from torchrelay.aggregation.switch._data_plane import (
     SwitchStats,
 )
 from torchrelay.aggregation.switch._libbpf import BpfObject
-from torchrelay.aggregation.switch._xdp_ports import attach, indices_of, link_to
+from torchrelay.aggregation.switch._xdp_ports import indices_of, link_to
 from torchrelay.errors import ArgumentError, UnavailableError
 
 __all__ = ["XdpDataPlane"]
@@ -109,10 +110,9 @@ class _OpenSession:
     index: int
     shape: SessionShape
     first_slot: int
-    opened_s: float = field(default_factory=time.monotonic)
+    joined_s: list[float]  # when, by rank; for those that have not joined: since it was opened
     ports: dict[int, int] = field(default_factory=dict)  # ifindex: rank
     sources: dict[tuple[str, int], int] = field(default_factory=dict)  # ranks by address and port
-    joined_s: dict[int, float] = field(default_factory=dict)  # when, by rank
 
     @property
     def slots(self) -> range:
@@ -120,13 +120,10 @@ class _OpenSession:
 
     def stats(self, session_id: int, entry: SessionEntry) -> SessionStats:
         now_s = time.monotonic()  # like the kernel's heard_ns, CLOCK_MONOTONIC
+        arrays = entry.worker_received, entry.worker_again, entry.heard_ns
         workers = tuple(
-            SessionWorkerStats(
-                entry.worker_received[rank],
-                entry.worker_again[rank],
-                now_s - max(entry.heard_ns[rank] / 1e9, self.joined_s.get(rank, self.opened_s)),
-            )
-            for rank in range(self.shape.num_workers)
+            SessionWorkerStats(received, again, now_s - max(heard_ns / 1e9, joined_s))
+            for joined_s, received, again, heard_ns in zip(self.joined_s, *arrays, strict=False)
         )
         return SessionStats(session_id, self.shape, _counts(entry), workers)
 
@@ -188,9 +185,8 @@ class XdpDataPlane(Resource):
             self._entries = bpf.map("sessions", _u32, SessionEntry)
             self._members = bpf.map("members", SourceKey, MemberEntry)
             self._workers = bpf.map("workers", WorkerKey, WorkerEntry)
-            num_cpus = bpf.num_cpus()
-            self._counts = bpf.map("stats", _u32, ctypes.c_uint64 * num_cpus, num_cpus)
-            attach(bpf, self._interfaces, mode)
+            self._counts: Any = bpf.map("stats", _u32, _u64, per_cpu=True)
+            bpf.attach(self._interfaces, mode)
             self._resources = stack.pop_all()
 
     def open_session(
@@ -209,7 +205,8 @@ class XdpDataPlane(Resource):
             first_slot = self._free_slots(shape.num_slots)
             if not self._free_indices:
                 raise UnavailableError("XDP: all sessions are in use; try again later")
-            opened = _OpenSession(self._free_indices.pop(), shape, first_slot)
+            joined_s = [time.monotonic()] * shape.num_workers
+            opened = _OpenSession(self._free_indices.pop(), shape, first_slot, joined_s)
             empty = SlotEntry()
             for slot in opened.slots:
                 self._slots[_u32(slot)] = empty

@@ -1,29 +1,20 @@
-"""The ports of an XDP switch: the program on each of them, and the hosts behind them."""
+"""The ports of an XDP switch, and the hosts behind them."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import errno
 import fcntl
-import os
 import socket
 import struct
 from collections.abc import Mapping, Sequence
 
 from torchrelay._addresses import DISCARD_PORT, mac_of_device
-from torchrelay.aggregation.switch._libbpf import BpfObject
 from torchrelay.errors import ConfigError, UnavailableError
 
-__all__ = ["attach", "indices_of", "link_to"]
+__all__ = ["indices_of", "link_to"]
 
 _MAX_PORTS = 64
-_FLAGS = {"generic": 2, "native": 4}  # XDP_FLAGS_SKB_MODE, XDP_FLAGS_DRV_MODE
 _SIOCGARP, _ATF_COM = 0x8954, 2
-
-
-class _PortEntry(ctypes.Structure):  # struct bpf_devmap_val
-    _fields_ = (("ifindex", ctypes.c_uint32), ("program", ctypes.c_uint32))
 
 
 def indices_of(interfaces: Sequence[str]) -> dict[int, str]:
@@ -41,27 +32,6 @@ def indices_of(interfaces: Sequence[str]) -> dict[int, str]:
         except OSError:
             raise ConfigError(f"XDP: there is no network interface {name!r}") from None
     return found
-
-
-def attach(bpf: BpfObject, interfaces: Mapping[int, str], mode: str) -> None:
-    """Run the program at the ports, whose names are given by index.
-
-    Args:
-        mode: as of :class:`XdpDataPlane`.
-
-    Raises:
-        ConfigError: there is no such mode.
-        UnavailableError: the program cannot be attached.
-    """
-    if mode not in _FLAGS:
-        raise ConfigError(f"XDP: mode {mode!r}; there are {', '.join(_FLAGS)}")
-    ports = bpf.map("ports", ctypes.c_uint32, _PortEntry)
-    for place, (ifindex, name) in enumerate(interfaces.items()):
-        ports[ctypes.c_uint32(place)] = _PortEntry(ifindex, bpf.program("torchrelay_port"))
-        error = bpf.attach(bpf.program("torchrelay_switch"), ifindex, _FLAGS[mode])
-        if error:
-            why = "another XDP program is there" if error == errno.EBUSY else f"no mode {mode}"
-            raise UnavailableError(f"XDP: interface {name}: {os.strerror(error)}; {why}")
 
 
 def link_to(
