@@ -23,7 +23,6 @@ __all__ = ["run_on_hosts"]
 _SUBNET = "10.77.0"
 _SWITCH = f"{_SUBNET}.254"
 _PORT = 29500
-_GRACE_S = 30.0
 _TOOLS = ("ip", "nsenter", "unshare")
 _CLONE_NEWNET = 0x40000000
 
@@ -87,7 +86,8 @@ def run_on_hosts(
                 env=mine,
                 start_new_session=True,  # Ctrl-C reaches this process only
             )
-            stack.callback(_end, job)
+            stack.enter_context(job)  # waits for it: torchrun kills what does not end
+            stack.callback(job.terminate)
             jobs.append(job)
         codes = [job.wait() for job in jobs]
         counts = switch.stats().counts
@@ -96,11 +96,3 @@ def run_on_hosts(
             f"{counts['sent']:,} packets out"
         )
     return next((abs(code) for code in codes if code), 0)
-
-
-def _end(job: subprocess.Popen[bytes]) -> None:
-    job.terminate()
-    try:
-        job.wait(_GRACE_S)
-    except subprocess.TimeoutExpired:
-        job.kill()
