@@ -1,23 +1,23 @@
 """The values of a part of a tensor, computed in the time and memory of that part.
 
-The operations that wrote a storage are executed in order, each on its intersection with the part:
-constants and random numbers are filled in (the generator is moved to the first word that the part
-needs), and elementwise operations get the same part of their arguments. Operations that cannot be
-cut (a decomposition, a permutation) are evaluated whole and then sliced, one tensor at a time.
+A part lies in a range of its storage. The operations that wrote the storage are executed in order,
+each on what the range has of its target: constants and random numbers are filled in (the generator
+is moved to the first word that the part needs), and elementwise operations get the same rows of
+their arguments. A part with gaps, such as a few columns, is cut out of ranges of some rows.
+Operations that cannot be cut (a decomposition, a permutation) are evaluated whole and then sliced,
+one tensor at a time.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import torch
 
 from torchrelay import _torch
-from torchrelay.deferred import _boxes, _draws
-from torchrelay.deferred._boxes import Box
+from torchrelay.deferred import _draws
 from torchrelay.deferred._graph import (
     Constant,
     External,
@@ -42,7 +42,14 @@ def part_of(region: Region, replay: Replay) -> torch.Tensor:
     """Return the values of ``region``: contiguous, of its shape, in new memory."""
     if region.storage.history().escaped is not None:
         return replay.values(region).clone(memory_format=torch.contiguous_format)
-    return _Parts(replay, region.size_bytes).values(region, END)
+    return _Parts(replay, region.size_bytes).values(region, END).contiguous()
+
+
+# What is remembered: so many times the part, and so many bytes more.
+_REMEMBERED_PARTS = 2
+_REMEMBERED_BYTES = 1 << 20
+# The elements of a range out of which a part with gaps is cut, if it has several rows.
+_MADE_TOGETHER = 1 << 18
 
 
 class _Parts:
@@ -53,157 +60,124 @@ class _Parts:
     """
 
     def __init__(self, replay: Replay, size_bytes: int) -> None:
-        self.replay = replay
+        self._replay = replay
         self._left_bytes = _REMEMBERED_PARTS * size_bytes + _REMEMBERED_BYTES
         self._known: dict[tuple[Any, ...], torch.Tensor] = {}
 
     def values(self, region: Region, before: int) -> torch.Tensor:
         """Return the values of ``region`` before place ``before`` in the program. Read only."""
         if 0 in region.size:
-            where = self.replay.place(region.storage.device)
-            return torch.empty(region.size, dtype=region.dtype, device=where)
+            return self._empty(region, region.size)
         key = region, state_at(region.storage, before)
         found = self._known.get(key)
         if found is None:
-            found = self._known[key] = self._made(region, before)
+            try:
+                found = self._cut_out(region, before)
+            except _NotSliceableError:
+                whole = self._replay.values(region, before)
+                found = whole.clone(memory_format=torch.contiguous_format)
+            self._known[key] = found
             self._left_bytes -= found.nbytes
             while self._left_bytes < 0 and len(self._known) > 1:
                 self._left_bytes += self._known.pop(next(iter(self._known))).nbytes
         return found
 
-    def _made(self, region: Region, before: int) -> torch.Tensor:
-        try:
-            return _Part(region, before, self).values()
-        except _NotSliceableError:
-            return self.replay.values(region, before).clone(memory_format=torch.contiguous_format)
+    def _empty(self, region: Region, size: tuple[int, ...]) -> torch.Tensor:
+        where = self._replay.place(region.storage.device)
+        return torch.empty(size, dtype=region.dtype, device=where)
 
+    def _cut_out(self, region: Region, before: int) -> torch.Tensor:
+        """Return the values of ``region``, out of one range of its storage or of several."""
+        dims = _in_memory_order(region)
+        if _span(region) > max(region.numel, _MADE_TOGETHER):
+            outer, extent = dims[0], region.size[dims[0]]
+            together = max(1, _MADE_TOGETHER // region.stride[outer])
+            if together < extent:
+                made = self._empty(region, region.size)
+                for first in range(0, extent, together):
+                    piece = _rows(region, outer, first, min(first + together, extent))
+                    target = made.narrow(outer, first, piece.size[outer])
+                    target.copy_(self._cut_out(piece, before))
+                return made
+        start, stop = region.offset, region.offset + _span(region)
+        if not region.is_contiguous:  # whole rows, because only these can be cut out of some
+            row = max(1, region.stride[dims[0]])
+            start -= start % row
+            stop = min(stop + -stop % row, region.storage.size_bytes // region.dtype.itemsize)
+        values = self._range(
+            region._replace(size=(stop - start,), stride=(1,), offset=start), before
+        )
+        return values.as_strided(region.size, region.stride, region.offset - start)
 
-_REMEMBERED_PARTS = 2
-_REMEMBERED_BYTES = 1 << 20
-
-
-class _Part:
-    """A region, and the operations that decide its values, on a common grid."""
-
-    def __init__(self, region: Region, before: int, parts: _Parts) -> None:
-        self._parts = parts
-        self._replay = replay = parts.replay
-        self._region = region
-        self._storage = region.storage
-        self._device = replay.place(region.storage.device)
-        self._nodes = writers(self._storage, before)
-        self._origin: torch.UntypedStorage | None = None
+    def _range(self, region: Region, before: int) -> torch.Tensor:
+        """Return the values of ``region``, adjacent elements of its storage."""
+        nodes = writers(region.storage, before)
+        targets = [_target(node) for node in nodes]
+        if any(one.dtype != region.dtype or one.conj or one.neg for one in (region, *targets)):
+            raise _NotSliceableError
+        values = self._empty(region, region.size)
         history = region.storage.history()
-        if history.holds(self._nodes[-1].seq if self._nodes else 0, replay.materialization):
-            self._origin = history.real
-            self._nodes = [node for node in self._nodes if node.seq > history.version]
-        self._targets = [_target(node) for node in self._nodes]
-        everything = [region, *self._targets]
-        if any(other.dtype != region.dtype or other.conj or other.neg for other in everything):
-            raise _NotSliceableError
-        everything = [other for other in everything if 0 not in other.size]
-        grid = _boxes.common_grid(everything)
-        if grid is None:
-            raise _NotSliceableError
-        self._grid = grid
-        self._box = self._on_grid(region)
+        held = 0
+        if history.holds(nodes[-1].seq if nodes else 0, self._replay.materialization):
+            assert history.real is not None
+            values.copy_(region.over(history.real))
+            held = history.version
+        for node, target in zip(nodes, targets, strict=True):
+            cut = _cut(target, region) if node.seq > held else None
+            if cut is not None:
+                part = cut.region(target)
+                offset = part.offset - region.offset
+                self._apply(node, target, cut, values.as_strided(part.size, part.stride, offset))
+        return values
 
-    def _on_grid(self, region: Region) -> Box:
-        box = _boxes.box_of(region, self._grid)
-        if box is None:
-            raise _NotSliceableError
-        return box
-
-    def values(self) -> torch.Tensor:
-        canvas = self._canvas()
-        for node, target in zip(self._nodes, self._targets, strict=True):
-            if 0 in target.size:
-                continue
-            box = self._on_grid(target)
-            common = _boxes.intersection(self._box, box)
-            if common is not None:
-                here = [
-                    slice(low - s, high - s)
-                    for (low, high), s in zip(common, self._box.starts, strict=True)
-                ]
-                self._apply(node, target, box, common, canvas[tuple(here)])
-        return canvas.permute(self._box.order).reshape(self._region.size)
-
-    def _canvas(self) -> torch.Tensor:
-        """Return the part in the order of the grid, laid out in memory like the region."""
-        order = self._box.order
-        lengths = [self._box.lengths[axis] for axis in order]
-        laid_out = torch.empty(lengths, dtype=self._region.dtype, device=self._device)
-        canvas = laid_out.permute([order.index(axis) for axis in range(len(order))])
-        if self._origin is not None:
-            origin = self._region.over(self._origin)
-            canvas.copy_(origin.as_strided(self._box.lengths, self._grid, self._region.offset))
-        return canvas
-
-    def _apply(
-        self,
-        node: Node,
-        target: Region,
-        box: Box,
-        common: tuple[tuple[int, int], ...],
-        canvas: torch.Tensor,
-    ) -> None:
-        """Execute ``node`` on ``canvas``, the intersection of its target with the part."""
-        cut = _Cut(target, box, common)
-        mine = canvas.permute(box.order)
+    def _apply(self, node: Node, target: Region, cut: _Cut, mine: torch.Tensor) -> None:
+        """Execute ``node`` on ``mine``, a part of its target."""
         operator = describe(node.func)
         if operator.draws:
             self._fill(node, target, cut, mine)
         elif node.func is constant:
-            mine.copy_(cut.tensor(node.args[0].tensor))
+            mine.copy_(cut.of(node.args[0].tensor))
         elif node.func in _VALUES:
             mine.fill_(_VALUES[node.func])
         elif node.func in _VALUE_PLACES:
             mine.fill_(node.args[_VALUE_PLACES[node.func]])
-        elif operator.slices and _is_local(node.func, target.dtype):
-            self._elementwise(node, target, cut, mine)
+        elif operator.slices and _is_local(node.func, mine.dtype):
+            self._elementwise(node, cut, mine)
         elif node.func not in _UNINITIALIZED:
             raise _NotSliceableError
 
     def _fill(self, node: Node, target: Region, cut: _Cut, mine: torch.Tensor) -> None:
-        rule = _draws.rule_for(node.func, target.dtype, node.args)
-        count = target.numel
+        position = node.position
+        rule = _draws.rule_for(node.func, mine.dtype, node.args)
         if (
             rule is None
-            or rule.total(count) is None
+            or rule.total(target.numel) is None
             or not target.is_contiguous
-            or node.position is None
+            or position is None
+            or mine.device.type != "cpu"
+            or node.kwargs.keys() - _FACTORY_NAMES
         ):
             raise _NotSliceableError
-        if self._device.type != "cpu" or node.kwargs.keys() - _FACTORY_NAMES:
-            raise _NotSliceableError
-        position = node.position
-        values = node.args[1:] if node.writes else ()
 
         def at(word: int) -> torch.Generator:
             return self._replay.generators.loose_at(
                 Position(position.origin, position.words + word)
             )
 
-        def fill(start: int, part: torch.Tensor) -> None:
-            _draws.fill_part(node.func, values, rule, count, start, part, at)
+        values = node.args[1:] if node.writes else ()
+        first = cut.region(target).offset - target.offset
+        _draws.fill_part(node.func, values, rule, target.numel, first, mine, at)
 
-        _fill_box(fill, 0, cut.shape, cut.ranges, mine)
-
-    def _elementwise(self, node: Node, target: Region, cut: _Cut, mine: torch.Tensor) -> None:
-        own = target if node.writes else None
+    def _elementwise(self, node: Node, cut: _Cut, mine: torch.Tensor) -> None:
+        own = node.writes[0] if node.writes else None
         contiguous = mine.contiguous()
-        if not target.size:
-            # Whether a tensor has dimensions decides the type in which it is computed with.
-            contiguous = contiguous.reshape(())
 
         def real(value: Region | External | Constant) -> torch.Tensor:
             if value is own:
                 return contiguous
             if isinstance(value, Region):
-                return self._parts.values(cut.region(value), node.seq)
-            tensor = value.tensor if isinstance(value, Constant) else value.get(node)
-            return cut.tensor(tensor)
+                return self.values(cut.region(value), node.seq)
+            return cut.of(value.tensor if isinstance(value, Constant) else value.get(node))
 
         kinds = (Region, External, Constant)
         kwargs = {key: value for key, value in node.kwargs.items() if key != "memory_format"}
@@ -217,37 +191,6 @@ class _Part:
 
 
 _FACTORY_NAMES = {"dtype", "layout", "device", "pin_memory", "memory_format"}
-# A part of a row that is no longer than this many elements is cut out of whole rows, drawn
-# together.
-_ROW_DRAWN_WHOLE = 1 << 16
-_DRAWN_TOGETHER = 1 << 18
-
-
-def _fill_box(
-    fill: Callable[[int, torch.Tensor], None],
-    start: int,
-    shape: Sequence[int],
-    ranges: Sequence[tuple[int, int]],
-    part: torch.Tensor,
-) -> None:
-    """Fill ``part``, the box ``ranges`` of a contiguous tensor of ``shape``."""
-    row = math.prod(shape[1:])
-    low, high = ranges[0]
-    if all(inner == (0, extent) for inner, extent in zip(ranges[1:], shape[1:], strict=True)):
-        straight = part if part.is_contiguous() else part.new_empty(part.shape)
-        fill(start + low * row, straight)
-        if straight is not part:
-            part.copy_(straight)
-    elif row <= _ROW_DRAWN_WHOLE:
-        many = max(1, _DRAWN_TOGETHER // row)
-        inside = [slice(None), *(slice(*inner) for inner in ranges[1:])]
-        for first in range(low, high, many):
-            rows = part.new_empty(min(many, high - first), *shape[1:])
-            fill(start + first * row, rows)
-            part[first - low : first - low + len(rows)] = rows[tuple(inside)]
-    else:
-        for index in range(low, high):
-            _fill_box(fill, start + index * row, shape[1:], ranges[1:], part[index - low])
 
 
 def _target(node: Node) -> Region:
@@ -258,75 +201,90 @@ def _target(node: Node) -> Region:
     return found[0]
 
 
-class _Cut:
-    """A part of an operation's target, in index space: its dimensions split into axes, and a range
-    of each.
+def _in_memory_order(region: Region) -> list[int]:
+    """Return the dimensions of ``region``, those with the largest steps in memory first."""
+    steps = [step if n > 1 else 0 for step, n in zip(region.stride, region.size, strict=True)]
+    return sorted(range(len(steps)), key=steps.__getitem__, reverse=True)
 
-    ``shape`` are the lengths of the axes, ``ranges`` what is wanted of each, both in the target's
-    order.
+
+def _permuted(region: Region, dims: list[int]) -> Region:
+    size, stride = ([of[dim] for dim in dims] for of in (region.size, region.stride))
+    return region._replace(size=tuple(size), stride=tuple(stride))
+
+
+def _span(region: Region) -> int:
+    """Return the elements of the storage from the first to the last of ``region``."""
+    return 1 + sum((n - 1) * step for n, step in zip(region.size, region.stride, strict=True))
+
+
+def _rows(region: Region, dim: int, first: int, stop: int) -> Region:
+    size = (*region.size[:dim], stop - first, *region.size[dim + 1 :])
+    return region._replace(size=size, offset=region.offset + first * region.stride[dim])
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """The part of an operation's target that lies in a range of the storage.
+
+    Attributes:
+        dims: the dimensions of the target, in the order of memory.
+        size: of the target, in this order.
+        is_flat: the range ends within a row of the target, whose elements are adjacent.
+        first, stop: the rows, or elements if it is flat, that are in the range.
     """
 
-    def __init__(self, target: Region, box: Box, common: tuple[tuple[int, int], ...]) -> None:
-        order = box.order
-        self.shape = [box.lengths[axis] for axis in order]
-        self.ranges = [
-            (common[axis][0] - box.starts[axis], common[axis][1] - box.starts[axis])
-            for axis in order
-        ]
-        self._splits = [[box.lengths[axis] for axis in group] for group in box.groups]
-        self._extra = len(order) - sum(map(len, self._splits))
+    dims: list[int]
+    size: tuple[int, ...]
+    is_flat: bool
+    first: int
+    stop: int
 
     def region(self, argument: Region) -> Region:
-        """Return the same part of an argument that is broadcast against the target."""
+        """Return the same part of the target, or of an argument that is broadcast against it."""
         if not argument.size:
             return argument
-        size: list[int] = []
-        stride: list[int] = []
-        offset = argument.offset
-        for extent, step, low, high in self._axes(argument.size, argument.stride):
-            offset += low * step
-            size.append(high - low if extent != 1 else 1)
-            stride.append(step)
-        return argument._replace(size=tuple(size), stride=tuple(stride), offset=offset)
-
-    def tensor(self, argument: torch.Tensor) -> torch.Tensor:
-        """Return the same part of a real argument."""
-        if not argument.dim():
-            return argument
-        argument = argument.resolve_conj().resolve_neg()
-        part = self.region(
-            Region(_NOWHERE, argument.dtype, tuple(argument.shape), argument.stride(), 0)
-        )
-        offset = argument.storage_offset() + part.offset
-        return argument.as_strided(part.size, part.stride, offset).contiguous()
-
-    def _axes(
-        self, size: tuple[int, ...], stride: tuple[int, ...]
-    ) -> Iterator[tuple[int, int, int, int]]:
-        """Yield extent, stride, start and stop of each axis of an argument, its dimensions split
-        like the target's.
-        """
-        missing = len(self._splits) - len(size)
+        missing = len(self.dims) - len(argument.size)
         if missing < 0:
             raise _NotSliceableError
-        at = sum(len(split) for split in self._splits[:missing])
-        for extent, step, split in zip(size, stride, self._splits[missing:], strict=True):
-            whole = 1
-            for length in split:
-                whole *= length
-            if extent not in (1, whole):
+        size, stride = (1,) * missing + argument.size, (0,) * missing + argument.stride
+        argument = _permuted(argument._replace(size=size, stride=stride), self.dims)
+        if self.is_flat:
+            if argument.size != self.size or not argument.is_contiguous:
                 raise _NotSliceableError
-            inner = whole
-            for length in split:
-                inner //= length
-                low, high = self.ranges[at]
-                at += 1
-                yield (length, step * inner, low, high) if extent != 1 else (1, 0, 0, 1)
-        for _ in range(self._extra):
-            yield 1, 0, 0, 1
+            argument = argument._replace(size=(argument.numel,), stride=(1,))
+        return argument if argument.size[0] == 1 else _rows(argument, 0, self.first, self.stop)
+
+    def of(self, argument: torch.Tensor) -> torch.Tensor:
+        """Return the same part of a real argument."""
+        argument = argument.resolve_conj().resolve_neg()
+        size, offset = tuple(argument.shape), int(argument.storage_offset())
+        part = self.region(Region(_NOWHERE, argument.dtype, size, argument.stride(), offset))
+        return argument.as_strided(part.size, part.stride, part.offset).contiguous()
 
 
 _NOWHERE = Storage(0, torch.device("cpu"), deferred=False)
+
+
+def _cut(target: Region, within: Region) -> _Cut | None:
+    """Return the part of ``target`` that lies in ``within``, a range of the storage; or None."""
+    dims = _in_memory_order(target)
+    whole = _permuted(target, dims)
+    low = within.offset - target.offset
+    high = low + within.numel
+    if 0 in whole.size or high <= 0 or low >= _span(whole):
+        return None
+    if low <= 0 and high >= _span(whole):
+        return _Cut(dims, whole.size, False, 0, whole.size[0] if dims else 1)
+    step, row = whole.stride[0], _span(_rows(whole, 0, 0, 1))
+    if step >= row:
+        inside = range(max(0, -(-low // step)), min(whole.size[0], (high - row) // step + 1))
+        touched = range(max(0, (low - row) // step + 1), min(whole.size[0], -(-high // step)))
+        if inside == touched:
+            return _Cut(dims, whole.size, False, inside.start, inside.stop) if inside else None
+    if not whole.is_contiguous:
+        raise _NotSliceableError
+    return _Cut(dims, whole.size, True, max(0, low), min(whole.numel, high))
+
 
 aten = torch.ops.aten
 
