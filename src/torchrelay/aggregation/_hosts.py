@@ -61,7 +61,7 @@ class HostsPlane(NativePlane):
     def __init__(
         self, meeting: Meeting, store: Store, timeout_s: float, settings: Aggregation
     ) -> None:
-        self._hosts = hosts_of([process.host for process in meeting.processes])
+        hosts = hosts_of([process.host for process in meeting.processes])
         sockets = config.load(config.TransportSettings)
         address = address_for_peers(
             lambda step, mine: meeting.gather(step, mine, timeout_s),
@@ -69,13 +69,13 @@ class HostsPlane(NativePlane):
             _torch.store_host(store),
             sockets.interface,
         )
-        here = next(ranks for ranks in self._hosts if meeting.rank in ranks)
+        here = next(ranks for ranks in hosts if meeting.rank in ranks)
         self._shm = ShmPlane(meeting.among(here), timeout_s, settings)
         self._origin, self._closing = _native.Origin(), threading.Lock()
         self._switch: SwitchTransport | None = None
         self.native = open_between(
             meeting,
-            self._hosts,
+            hosts,
             self._shm.native,
             sockets,
             address,
@@ -92,7 +92,7 @@ class HostsPlane(NativePlane):
                     "TORCHRELAY_AGGREGATION_UNENCRYPTED_SWITCH=1"
                 )
             if settings.switch:
-                leaders = [ranks[0] for ranks in self._hosts]
+                leaders = [ranks[0] for ranks in hosts]
                 client = join(meeting, leaders, settings, timeout_s)
                 check = functools.partial(self._shm.native.check, "waiting for other hosts")
                 self._switch = SwitchTransport(
@@ -103,7 +103,13 @@ class HostsPlane(NativePlane):
             self.close()
             raise
         if meeting.rank == 0:
-            self._log()
+            switch = self._switch
+            _logger.info(
+                "sml: %s ranks on %d hosts: shared memory within each; between them %s",
+                " + ".join(str(len(ranks)) for ranks in hosts),
+                len(hosts),
+                f"{switch.reason}, TCP for the rest" if switch else "TCP (no switch is configured)",
+            )
 
     def all_reduce(
         self, tensor: torch.Tensor, op: Op, timeout_s: float, block: bool
@@ -156,15 +162,6 @@ class HostsPlane(NativePlane):
         """Wake this rank where it waits for the switch."""
         if self._switch is not None:
             self._switch.close()
-
-    def _log(self) -> None:
-        switch = self._switch
-        _logger.info(
-            "sml: %s ranks on %d hosts: shared memory within each; between them %s",
-            " + ".join(str(len(ranks)) for ranks in self._hosts),
-            len(self._hosts),
-            f"{switch.reason}, TCP for the rest" if switch else "TCP (no switch is configured)",
-        )
 
 
 def _inline_bytes(ranks: int, has_switch: bool) -> int:

@@ -76,8 +76,7 @@ class Plane(Protocol):
     contiguous and on the CPU, of a dtype of ``_dtypes.NATIVE`` where they are reduced.
     """
 
-    @property
-    def name(self) -> str: ...
+    name: str
 
     def all_reduce(self, tensor: Tensor, op: Op, timeout_s: float, block: bool) -> Ticket | None:
         """Replace ``tensor`` by the reduction, on every rank."""
@@ -97,9 +96,8 @@ class Plane(Protocol):
     ) -> Ticket | None:
         """Write the reduction of all ranks' ``inputs[rank]`` to ``output``; all have its size."""
 
-    def broadcast(
-        self, tensor: Tensor, root: int, timeout_s: float, block: bool
-    ) -> Ticket | None: ...
+    def broadcast(self, tensor: Tensor, root: int, timeout_s: float, block: bool) -> Ticket | None:
+        """Replace ``tensor`` by that of ``root``."""
 
     def all_gather(
         self, outputs: Tensors, tensor: Tensor, timeout_s: float, block: bool

@@ -98,19 +98,11 @@ class ControlMessage:
 class DataPlane(Protocol):
     """Aggregates the packets of several sessions."""
 
-    @property
-    def name(self) -> str: ...
-    @property
-    def address(self) -> str: ...
-    @property
-    def port(self) -> int: ...
-    @property
-    def max_slots(self) -> int:
-        """Slots of all sessions together."""
-
-    @property
-    def has_uplinks(self) -> bool:
-        """Whether it can be the data plane of a leaf switch."""
+    name: str
+    address: str
+    port: int
+    max_slots: int  # of all sessions together
+    has_uplinks: bool  # whether it can be the data plane of a leaf switch
 
     def open_session(
         self, session_id: int, shape: SessionShape, uplink: socket.socket | None = None

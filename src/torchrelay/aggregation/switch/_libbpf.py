@@ -11,7 +11,7 @@ import os
 import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from torchrelay._resource import Resource
 from torchrelay.errors import ConfigError, UnavailableError
@@ -22,10 +22,6 @@ _ATTACH_XDP = 37  # enum bpf_attach_type
 _FLAGS = {"generic": 2, "native": 4}  # XDP_FLAGS_SKB_MODE, XDP_FLAGS_DRV_MODE
 _LINK_OPTIONS = struct.Struct("@NI4x")  # the begin of struct bpf_link_create_opts: size, flags
 _PRIVILEGE = "XDP needs root, or the capabilities CAP_BPF and CAP_NET_ADMIN"
-
-
-K = TypeVar("K", bound=Any)  # ctypes types have no common public base
-V = TypeVar("V", bound=Any)
 
 
 class _PortEntry(ctypes.Structure):  # struct bpf_devmap_val
@@ -46,26 +42,26 @@ def _library() -> ctypes.CDLL:
     return library
 
 
-class BpfMap(Generic[K, V]):
+class BpfMap:
     """A map of a loaded object: values by key, each a copy of the kernel's."""
 
-    def __init__(self, library: ctypes.CDLL, descriptor: int, value: type[V]) -> None:
+    def __init__(self, library: ctypes.CDLL, descriptor: int, value: type[Any]) -> None:
         self._library, self._descriptor, self._value = library, descriptor, value
 
-    def __getitem__(self, key: K) -> V:
-        value: V = self._value()
+    def __getitem__(self, key: Any) -> Any:
+        value = self._value()
         self._check(self._library.bpf_map_lookup_elem, key, ctypes.byref(value))
         return value
 
-    def __setitem__(self, key: K, value: V) -> None:
+    def __setitem__(self, key: Any, value: Any) -> None:
         flags = ctypes.c_uint64(0)
         self._check(self._library.bpf_map_update_elem, key, ctypes.byref(value), flags)
 
-    def discard(self, key: K) -> None:
+    def discard(self, key: Any) -> None:
         """Delete an entry of a hash map, if it is there."""
         self._library.bpf_map_delete_elem(self._descriptor, ctypes.byref(key))
 
-    def _check(self, call: Callable[..., int], key: K, *more: object) -> None:
+    def _check(self, call: Callable[..., int], key: Any, *more: object) -> None:
         if call(self._descriptor, ctypes.byref(key), *more):
             raise UnavailableError(
                 f"XDP: an entry of a map cannot be accessed: {os.strerror(ctypes.get_errno())}"
@@ -109,9 +105,7 @@ class BpfObject(Resource):
         find = getattr(self._library, f"bpf_object__find_{kind}_by_name")
         return ctypes.c_void_p(find(ctypes.c_void_p(self._object), name.encode()))
 
-    def map(
-        self, name: str, key: type[K], value: type[V], *, per_cpu: bool = False
-    ) -> BpfMap[K, V]:
+    def map(self, name: str, key: Any, value: Any, *, per_cpu: bool = False) -> BpfMap:
         """Return a map.
 
         Args:
@@ -129,7 +123,7 @@ class BpfObject(Resource):
                 f"XDP: {self._path} is of another version: its map {name} has keys and values of "
                 f"{found} bytes, not {expected}; build torchrelay again"
             )
-        entry: Any = value * self._library.libbpf_num_possible_cpus() if per_cpu else value
+        entry = value * self._library.libbpf_num_possible_cpus() if per_cpu else value
         return BpfMap(self._library, self._library.bpf_map__fd(at), entry)
 
     def attach(self, interfaces: Mapping[int, str], mode: str) -> None:

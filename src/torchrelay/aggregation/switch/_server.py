@@ -32,8 +32,6 @@ _TAKEOVER_S = 3.0  # a worker that is silent for so long has lost its ports to a
 _SHARE = 4  # one address may use a quarter
 _MAX_PORTS = 1024  # of one address
 _MAX_WORKERS = 1024  # of one session
-_THIS_NETWORK = ipaddress.IPv4Network("0.0.0.0/8")
-_BROADCAST = ipaddress.IPv4Address("255.255.255.255")
 _EVERYONE = ("0.0.0.0/0",)
 
 
@@ -163,7 +161,7 @@ class SwitchServer(Resource):
 
     def _admit(self, session_id: int, rank: int, shape: SessionShape, address: str) -> _Session:
         ip = ipaddress.IPv4Address(address)
-        if ip in _THIS_NETWORK or ip.is_multicast or ip == _BROADCAST:
+        if ip.is_unspecified or ip.is_multicast or ip.is_reserved:
             raise ArgumentError(f"{address} is not the address of one worker")
         if not any(ip in network for network in self._allowed):
             raise ArgumentError(f"workers at {address} are not allowed here")

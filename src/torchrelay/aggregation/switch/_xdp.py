@@ -18,7 +18,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from torchrelay import _native
 from torchrelay._resource import Resource
@@ -185,7 +184,7 @@ class XdpDataPlane(Resource):
             self._entries = bpf.map("sessions", _u32, SessionEntry)
             self._members = bpf.map("members", SourceKey, MemberEntry)
             self._workers = bpf.map("workers", WorkerKey, WorkerEntry)
-            self._counts: Any = bpf.map("stats", _u32, _u64, per_cpu=True)
+            self._counts = bpf.map("stats", _u32, _u64, per_cpu=True)
             bpf.attach(self._interfaces, mode)
             self._resources = stack.pop_all()
 
