@@ -14,7 +14,6 @@ import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from typing import Any, ClassVar
 
 import torch
@@ -22,11 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchrelay._torch import flat_bytes, group_store, private_backend
-from torchrelay.errors import (
-    ArgumentError,
-    PeerLostError,
-    TorchRelayError,
-)
+from torchrelay.errors import ArgumentError, PeerLostError, TorchRelayError
 from torchrelay.mpi import _wait
 from torchrelay.mpi._dtypes import KERNELS, LOGICAL, NATIVE, Op, check_op
 from torchrelay.mpi._headers import Headers
@@ -34,7 +29,7 @@ from torchrelay.mpi._library import check_launcher, is_worker_of_rank
 from torchrelay.mpi._mailbox import Incoming, Mailbox
 from torchrelay.mpi._memory import Blocks
 from torchrelay.mpi._settings import settings
-from torchrelay.mpi._transport import ANY_SOURCE, PROC_NULL, UNDEFINED, Requests, Testable
+from torchrelay.mpi._transport import CONTROL_TAG, PROC_NULL, UNDEFINED, Requests, Testable
 from torchrelay.world import Meeting, Ranks, World
 
 __all__ = ["C10dTransport", "group_transport", "world_transport"]
@@ -77,10 +72,10 @@ class _Request:
         self._error: Exception | None = None
         self._work: Any = None
         self._has_begun = self._is_done = False
-        order.append(self)
+        order.append(self._take_turn)
 
-    def take_turn(self) -> bool:
-        """Begin; return whether what follows may begin too."""
+    def _take_turn(self) -> bool:
+        """Begin; return true, because what follows may begin too."""
         assert self._begin is not None
         try:
             self._work = self._begin()
@@ -111,47 +106,6 @@ class _Request:
         return True
 
 
-class _Check:
-    """What must be done before the next collective begins."""
-
-    def __init__(self, condition: Testable) -> None:
-        self.take_turn = condition.Test
-
-
-class _Making:
-    """A backend, which a thread makes when all ranks have arrived, because that blocks."""
-
-    def __init__(
-        self,
-        make: Callable[[], Any],
-        mailbox: Mailbox,
-        channel: bytes,
-        rank: int,
-        peers: list[int],
-    ) -> None:
-        self.made: Future[Any] = Future()
-        self._thread = threading.Thread(target=self._run, args=(make,), daemon=True)
-        self._mailbox, self._channel = mailbox, channel
-        self._missing = set(range(len(peers))) - {rank}
-        for other in self._missing:
-            mailbox.send(channel, rank, peers[other], 0, b"")
-
-    def Test(self) -> bool:
-        if self._missing:
-            self._mailbox.poll()
-            arrived = self._mailbox.channels[self._channel].take(ANY_SOURCE, 0)
-            self._missing -= {message.source for message in arrived}
-        if not self._missing and self._thread.ident is None:
-            self._thread.start()
-        return self.made.done()
-
-    def _run(self, make: Callable[[], Any]) -> None:
-        try:
-            self.made.set_result(make())
-        except BaseException as error:
-            self.made.set_exception(error)
-
-
 class _Order:
     """The collectives of a transport, which begin in the order in which they were called.
 
@@ -164,13 +118,14 @@ class _Order:
     lock: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(self) -> None:
-        self._waiting: deque[_Request | _Check] = deque()
+        self._waiting: deque[Callable[[], bool]] = deque()
 
-    def append(self, next_one: _Request | _Check) -> None:
-        if not self._waiting and next_one.take_turn():
+    def append(self, take_turn: Callable[[], bool]) -> None:
+        """Call ``take_turn`` when all before it have returned true, until it does."""
+        if not self._waiting and take_turn():
             return
         with _Order.lock:
-            self._waiting.append(next_one)
+            self._waiting.append(take_turn)
             if self not in _Order.busy:
                 _Order.busy.append(self)
 
@@ -182,7 +137,7 @@ class _Order:
         try:
             for order in list(_Order.busy):
                 waiting = order._waiting
-                while waiting and waiting[0].take_turn():
+                while waiting and waiting[0]():
                     waiting.popleft()
                 if not waiting:
                     _Order.busy.remove(order)
@@ -230,65 +185,57 @@ class C10dTransport:
         self.rank, self.size = ranks.rank, ranks.size
         self.most_bytes = mailbox.most_bytes
         self.idle_headers: list[Headers] = []
-        self._ranks, self._mailbox, self._peers = ranks, mailbox, peers
-        self._kinds, self._path = kinds, path
-        self._backends: dict[str, _Making] = {}
-        self._sml: Any = None  # the backend of this host's memory, once it is made
+        self._ranks, self._mailbox, self._peers, self._path = ranks, mailbox, peers, path
+        self._kinds = kinds if self.size > 1 else {}
+        self._backends = {
+            device: private_backend(
+                kind,
+                dist.PrefixStore(f"{device}/", ranks.store),
+                self.rank,
+                self.size,
+                settings.timeout_s,
+                mailbox.address,
+            )
+            for device, kind in self._kinds.items()
+        }
+        self._sml = self._backends[HOST] if self._kinds.get(HOST) == "sml" else None
         self._children = itertools.count()
         self._order = _Order()
-        self._channel = _channel(path)
+        self._channel = hashlib.blake2b(path.encode(), digest_size=16).digest()
 
     def takes(self, device: torch.device) -> bool:
-        return device.type == HOST or device.type in self._kinds
-
-    def _make_backend(self, device: str) -> Any:
-        return private_backend(
-            self._kinds[device],
-            dist.PrefixStore(f"{device}/", self._ranks.store),
-            self.rank,
-            self.size,
-            settings.timeout_s,
-            self._mailbox.address,
-        )
+        return device.type == HOST or device.type in self._kinds or self.size == 1
 
     def _direct(self, arrived: bool) -> Any:
         """Return the ``sml`` group of this host's memory if a call can go to it at once, or None.
 
         It then blocks, but can be interrupted and ends in time.
         """
-        if not arrived or _Order.busy:
-            return None
-        if self._sml is None and self._kinds.get(HOST) == "sml":
-            making = self._backends.get(HOST)
-            if making is not None and making.made.done():
-                self._sml = making.made.result()
-        return self._sml
+        return self._sml if arrived and not _Order.busy else None
 
     def _start(
-        self, begin: Callable[[Any], Any], memory: Tensor, then: Callable[[], object] = _nothing
+        self,
+        name: str,
+        memory: Tensor,
+        arguments: tuple[Any, ...],
+        options: Any,
+        arrived: bool,
+        then: Callable[[], object] = _nothing,
     ) -> list[_Request]:
-        """Start a collective of the backend for ``memory``, and then call ``then``."""
+        """Start the collective ``name`` of the backend for ``memory``, and then call ``then``."""
+        # while the backend blocks, no order proceeds
+        options.asyncOp = not arrived or bool(_Order.busy)
         device = memory.device.type
-        making = self._backends.get(device)
-        if making is None:
-            making = self._backends[device] = _Making(
-                functools.partial(self._make_backend, device),
-                self._mailbox,
-                _channel(f"{self._path}/{device}"),
-                self.rank,
-                self._peers,
-            )
-            self._order.append(_Check(making))
-        made = making.made
-        return [_Request(self._order, lambda: begin(made.result()), then, device == HOST)]
+        function = getattr(self._backends[device], name)
+        begin = functools.partial(function, *arguments, options)
+        return [_Request(self._order, begin, then, device == HOST)]
 
     def begin_after(self, comparison: Testable) -> None:
-        self._order.append(_Check(comparison))
+        self._order.append(comparison.Test)
 
     # Collectives
 
     def row_exchange(self, sent: Tensor, received: Tensor) -> Callable[[bool], Testable]:
-        options = {arrived: _options(_c10d.AllgatherOptions, arrived) for arrived in (True, False)}
         blocking: _Blocking | None = None
 
         def start(may_block: bool) -> Testable:
@@ -298,13 +245,8 @@ class C10dTransport:
                 if blocking is None:
                     blocking = _Blocking(direct.row_gather(sent, received))
                 return blocking
-            (request,) = self._start(
-                lambda backend: backend._allgather_base(
-                    received, sent, options[may_block and not _Order.busy]
-                ),
-                sent,
-            )
-            return request
+            options, arguments = _c10d.AllgatherOptions(), (received, sent)
+            return self._start("_allgather_base", sent, arguments, options, may_block)[0]
 
         return start
 
@@ -318,47 +260,37 @@ class C10dTransport:
         then: Callable[[], object] = _nothing,
     ) -> Requests:
         """Send ``sent_counts[r]`` elements to rank r, and receive ``counts[r]`` from it."""
-        if self._is_alone(sent):
+        if self.size == 1:
             received.view(-1).copy_(sent.view(-1)[: received.numel()])
             then()
             return []
-        itemsize, options = sent.itemsize, _options(dist.AllToAllOptions, arrived)
-        return self._start(
-            lambda backend: backend.alltoall_base(
-                flat_bytes(received),
-                flat_bytes(sent),
-                [count * itemsize for count in counts],
-                [count * itemsize for count in sent_counts],
-                options,
-            ),
-            sent,
-            then,
+        arguments = (
+            flat_bytes(received),
+            flat_bytes(sent),
+            [count * sent.itemsize for count in counts],
+            [count * sent.itemsize for count in sent_counts],
         )
+        return self._start("alltoall_base", sent, arguments, dist.AllToAllOptions(), arrived, then)
 
     def _gather_rows(
         self, source: Tensor, arrived: bool, then: Callable[[Tensor], object]
     ) -> Requests:
         """Gather all ranks' ``source`` as rows, and call ``then`` with them."""
         rows = source.new_empty((self.size, source.numel()))
-        if self._is_alone(source):
+        if self.size == 1:
             then(source.view(1, -1))
             return []
-        options = _options(_c10d.AllgatherOptions, arrived)
+        arguments, options = (flat_bytes(rows), flat_bytes(source)), _c10d.AllgatherOptions()
         return self._start(
-            lambda backend: backend._allgather_base(flat_bytes(rows), flat_bytes(source), options),
-            source,
-            lambda: then(rows),
+            "_allgather_base", source, arguments, options, arrived, lambda: then(rows)
         )
-
-    def _is_alone(self, memory: Tensor) -> bool:
-        return self.size == 1 and memory.device.type not in self._kinds
 
     def allreduce(self, source: Tensor, result: Tensor, op: Op, arrived: bool) -> Requests:
         check_op(source.dtype, op)
         ours, total = source.detach(), result.detach()
         if ours.is_complex() and op is Op.SUM:
             ours, total = torch.view_as_real(ours), torch.view_as_real(total)
-        if op not in _OPS or ours.dtype not in _REDUCED or self._is_alone(ours):
+        if op not in _OPS or ours.dtype not in _REDUCED or self.size == 1:
             return self._gather_rows(
                 source, arrived, lambda rows: result.detach().view(-1).copy_(_fold(rows, op))
             )
@@ -372,9 +304,9 @@ class C10dTransport:
             return [_Blocking(reduce)]
         if result is not source:
             total.copy_(ours)
-        options = _options(dist.AllreduceOptions, arrived)
+        options: Any = dist.AllreduceOptions()
         options.reduceOp = _OPS[op]
-        return self._start(lambda backend: backend.allreduce([total], options), total)
+        return self._start("allreduce", total, ([total],), options, arrived)
 
     def reduce(self, source: Tensor, result: Tensor, op: Op, root: int, arrived: bool) -> Requests:
         return self.allreduce(source, result, op, arrived)
@@ -413,11 +345,11 @@ class C10dTransport:
         )
 
     def broadcast(self, memory: Tensor, root: int, arrived: bool) -> Requests:
-        if self._is_alone(memory):
+        if self.size == 1:
             return []
-        options = _options(dist.BroadcastOptions, arrived)
+        options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = root, 0
-        return self._start(lambda backend: backend.broadcast([flat_bytes(memory)], options), memory)
+        return self._start("broadcast", memory, ([flat_bytes(memory)],), options, arrived)
 
     def allgather(self, block: Tensor, received: Blocks, arrived: bool) -> Requests:
         counts = received.layout.counts
@@ -467,24 +399,27 @@ class C10dTransport:
             self._mailbox.channels[self._channel].expect(incoming)
         return incoming
 
-    def post(self, dest: int, tag: int, text: bytes) -> None:
-        self._mailbox.send(self._channel, self.rank, self._peers[dest], tag, text)
+    def post(self, dest: int, text: bytes) -> None:
+        self._mailbox.send(self._channel, self.rank, self._peers[dest], CONTROL_TAG, text)
 
-    def posted(self, source: int, tag: int) -> list[tuple[int, bytes]]:
+    def posted(self) -> list[tuple[int, bytes]]:
         self._mailbox.poll()
-        found = self._mailbox.channels[self._channel].take(source, tag)
+        found = self._mailbox.channels[self._channel].take(CONTROL_TAG)
         return [(message.source, bytes(message.contents)) for message in found]
 
     # Communicators
 
-    def duplicate(self) -> C10dTransport:
-        return self._part(str(next(self._children)), list(range(self.size)))
+    def duplicate(self, for_messages: bool = False) -> C10dTransport:
+        kinds = {} if for_messages else self._kinds
+        return self._part(str(next(self._children)), list(range(self.size)), kinds)
 
     def split(self, color: int, members: list[int]) -> C10dTransport | None:
         child = next(self._children)
-        return None if color == UNDEFINED else self._part(f"{child}/{color}", members)
+        if color == UNDEFINED:
+            return None
+        return self._part(f"{child}/{color}", members, self._kinds)
 
-    def _part(self, name: str, members: list[int]) -> C10dTransport:
+    def _part(self, name: str, members: list[int], kinds: dict[str, str]) -> C10dTransport:
         store: Any = self._ranks.store
         if store is not None:
             store = dist.PrefixStore(name, store)
@@ -492,7 +427,7 @@ class C10dTransport:
             Ranks(store, members.index(self.rank), len(members)),
             self._mailbox,
             [self._peers[member] for member in members],
-            self._kinds,
+            kinds,
             f"{self._path}.{name}",
         )
 
@@ -500,16 +435,6 @@ class C10dTransport:
         self.idle_headers.clear()
         self._backends.clear()
         self._sml = None
-
-
-def _channel(path: str) -> bytes:
-    return hashlib.blake2b(path.encode(), digest_size=16).digest()
-
-
-def _options(kind: Any, arrived: bool) -> Any:
-    options = kind()
-    options.asyncOp = not arrived or bool(_Order.busy)  # which no other thread lets proceed
-    return options
 
 
 def group_transport(group: Any) -> C10dTransport:
@@ -527,8 +452,6 @@ def group_transport(group: Any) -> C10dTransport:
     meeting = Meeting(
         dist.PrefixStore("torchrelay.mpi", store), group.rank(), group.size(), settings.timeout_s
     )
-    if meeting.size == 1:
-        del kinds[HOST]
     mailbox = Mailbox(meeting, store, settings.timeout_s)
     return C10dTransport(meeting, mailbox, list(range(meeting.size)), kinds, "")
 

@@ -43,6 +43,7 @@ __all__ = [
     "chain",
     "current",
     "grad",
+    "main",
     "reset",
 ]
 
@@ -54,18 +55,6 @@ ROOT = torch.zeros((), requires_grad=True)
 
 class Chain:
     """Communications since the last backward pass, each dependent on the previous one."""
-
-    __slots__ = (
-        "__weakref__",
-        "answers",
-        "begun",
-        "first",
-        "head",
-        "names",
-        "slot",
-        "task",
-        "warned",
-    )
 
     def __init__(self, slot: Slot | None = None) -> None:
         self.slot = slot
@@ -189,15 +178,13 @@ class Link:
 
     Attributes:
         like: shape, dtype and device of its result.
-        saved_count: its derivative needs this many of the saved tensors, the first.
     """
 
-    __slots__ = ("call", "chain", "done", "like", "position", "saved_count")
+    __slots__ = ("call", "chain", "done", "like", "position")
 
-    def __init__(self, chain: Chain, node: Node, call: Call, y: Tensor, saved_count: int) -> None:
+    def __init__(self, chain: Chain, node: Node, call: Call, y: Tensor) -> None:
         self.chain, self.call = chain, call
         self.like = (y.shape, y.dtype, y.device)
-        self.saved_count = saved_count
         self.position = len(chain.names)
         self.done = False
         if self.position == 1 and chain.first is None:
@@ -272,7 +259,7 @@ class _Here(threading.local):
     def __init__(self) -> None:
         self.adjoint: Chain | None = None  # of the node whose backward runs
         if threading.get_ident() == MAIN:
-            self.slot = _main
+            self.slot = main
         elif MPI is None or MPI.Query_thread() == MPI.THREAD_MULTIPLE:
             self.slot = Slot()
         else:
@@ -281,7 +268,9 @@ class _Here(threading.local):
             )
 
 
-_main = Slot()
+main = Slot()
+"""That of the main thread, whose chain code under ``torch.compile`` joins."""
+
 _here = _Here()
 
 
@@ -294,11 +283,6 @@ def current() -> Chain:
     return _here.slot.chain
 
 
-def current_compiled() -> Chain:
-    """Return the chain for code under ``torch.compile``: that of the main thread."""
-    return _main.chain
-
-
 def check_compiled() -> None:
     """Raise :class:`UnsupportedError` if compiled code would join another thread's chain."""
     if threading.get_ident() != MAIN and _torch.backward_id() < 0:
@@ -307,11 +291,11 @@ def check_compiled() -> None:
 
 def begin_compiled(task: int) -> None:
     """Start the backward pass ``task`` for a compiled region, as :class:`Link` does for a node."""
-    chain = _main.chain
+    chain = main.chain
     if task >= 0 and chain.task != task:
         chain.task, chain.begun = task, len(chain.names)
         if not _torch.backward_keeps_graph():
-            _main.renew().task = task
+            main.renew().task = task
 
 
 _scratches: dict[int, Slot] = {}

@@ -27,31 +27,33 @@ class Lease:
 
     Attributes:
         control: carries messages of waiting ranks.
+        answers: where each rank is, as it answered last.
+        calls: each rank's description of a call that matches no other's.
         ended: the ranks that have ended.
         is_freed: whether the communicator has been freed.
     """
 
-    __slots__ = ("__weakref__", "control", "ended", "is_freed", "owned", "rank", "size")
-
     def __init__(self, transport: Transport, is_owned: bool) -> None:
-        """Collective over the ranks of ``transport``."""
+        """Wrap a transport; collective over the ranks of ``transport``."""
         self.rank, self.size = transport.rank, transport.size
+        self.answers: dict[int, str] = {}
+        self.calls: dict[int, str] = {}
         self.ended: set[int] = set()
         self.is_freed = False
         self.owned = [transport] if is_owned else []
-        self.control = self.duplicate(transport)
-        _wait.register(self)
+        self.control = self.duplicate(transport, for_messages=True)
+        _wait.leases.add(self)
 
-    def duplicate(self, transport: Transport) -> Transport:
+    def duplicate(self, transport: Transport, for_messages: bool = False) -> Transport:
         """Return a duplicate of ``transport``, to be freed with the rest. Collective."""
-        copy: Transport = transport.duplicate()
+        copy: Transport = transport.duplicate(for_messages)
         self.owned.append(copy)
         return copy
 
     def free(self) -> None:
         """Free the transports. Collective."""
         self.is_freed = True
-        _wait.unregister(self)
+        _wait.leases.discard(self)
         for transport in self.owned:
             transport.free()
 
@@ -169,21 +171,19 @@ class Comm:
             raise ArgumentError(f"rank {rank} of {self.name}, which has ranks 0 to {self.size - 1}")
         return rank
 
-    def check_dest(self, rank: int, tag: int) -> tuple[int, int]:
-        """Raise :class:`ArgumentError` if ``dest`` is neither a rank nor ``MPI_PROC_NULL``."""
-        check_integer("dest", rank)
+    def check_peer(
+        self, name: str, rank: int, tag: int, is_source: bool = False
+    ) -> tuple[int, int]:
+        """Raise :class:`ArgumentError` unless a message can go to ``rank``, or come from it.
+
+        ``MPI_PROC_NULL`` is taken as a rank, and in a source the wildcards.
+        """
+        check_integer(name, rank)
         check_integer("tag", tag)
-        if rank != PROC_NULL:
+        if rank != PROC_NULL and not (is_source and rank == ANY_SOURCE):
             self.check_rank(rank)
-        if not 0 <= tag <= self.transport.max_tag:
+        if not (0 <= tag <= self.transport.max_tag or (is_source and tag == ANY_TAG)):
             raise ArgumentError(
                 f"tag {tag}: a message has a tag from 0 to {self.transport.max_tag}"
             )
-        return rank, tag
-
-    def check_source(self, rank: int, tag: int) -> tuple[int, int]:
-        """Raise :class:`ArgumentError` if ``source`` is no rank, wildcard or ``MPI_PROC_NULL``."""
-        check_integer("source", rank)
-        check_integer("tag", tag)
-        self.check_dest(PROC_NULL if rank == ANY_SOURCE else rank, 0 if tag == ANY_TAG else tag)
         return rank, tag

@@ -11,17 +11,25 @@ from torch import Tensor
 
 from torchrelay.errors import ArgumentError, UnavailableError
 from torchrelay.mpi._comm import WORLD_NAME
-from torchrelay.mpi._copies import Bcast, Replicate, allgather, gather, scatter
+from torchrelay.mpi._copies import (
+    Bcast,
+    Replicate,
+    allgather,
+    alltoall,
+    alltoallv,
+    gather,
+    scatter,
+)
 from torchrelay.mpi._dtypes import Op, check_integer
-from torchrelay.mpi._exchanges import alltoall, alltoallv
 from torchrelay.mpi._halo import Neighbors
 from torchrelay.mpi._inplace import overwrite
 from torchrelay.mpi._library import MPI, load
 from torchrelay.mpi._memory import check_counts, equal_part
-from torchrelay.mpi._nonblocking import CollectiveHandle, NonBlocking
+from torchrelay.mpi._nonblocking import NonBlocking
 from torchrelay.mpi._point_to_point import Messages, WaitHandle
 from torchrelay.mpi._record import record, run
 from torchrelay.mpi._reductions import (
+    Allreduce,
     Exscan,
     Scan,
     allreduce,
@@ -157,7 +165,9 @@ class Communicator(NonBlocking, Messages):
         """
         if op is Op.MAXLOC or op is Op.MINLOC:
             return allreduce_located(self, tensor, op)
-        return allreduce(self, tensor, op)
+        if op is Op.SUM:
+            return record(Allreduce(self, op), tensor)
+        return run(*allreduce(self, tensor, op))
 
     def Bcast_(self, tensor: Tensor, root: int) -> Tensor:
         """Overwrite ``tensor`` with root's values. Collective and blocking.
@@ -215,7 +225,7 @@ class Communicator(NonBlocking, Messages):
             numelem: the length of this rank's part; the sum over all ranks is the length of root's.
             root: the rank whose tensor is cut.
         """
-        return run(*scatter(self, tensor, scatteraxis, root, numelem))
+        return run(*scatter(self, tensor, scatteraxis, numelem, root))
 
     def Alltoall(self, tensor: Tensor, gatheraxis: int, scatteraxis: int, numelem: int) -> Tensor:
         """Gather along one axis and scatter along another. Collective and blocking.
@@ -290,9 +300,9 @@ class Communicator(NonBlocking, Messages):
         """
         return run(*alltoallv(self, tensor, sendcounts, axis))
 
-    def Wait(self, handle: WaitHandle | CollectiveHandle) -> Tensor:
+    def Wait(self, handle: WaitHandle) -> Tensor:
         """Complete a started communication and return its result. Blocks."""
-        if not isinstance(handle, (WaitHandle, CollectiveHandle)):
+        if not isinstance(handle, WaitHandle):
             raise ArgumentError(
                 "Wait takes what Isend, Irecv or another non-blocking function returned, not "
                 f"{type(handle).__name__}"

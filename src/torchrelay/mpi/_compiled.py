@@ -70,7 +70,7 @@ def communicate(call: Call, x: Tensor, eager: Callable[[Any, Tensor], Tensor]) -
         disable: Any = torch.compiler.disable
         outside = disable(eager, reason="ranks take unequal parts, or receive from any rank")
         return outside(call, x)  # type: ignore[no-any-return]
-    chain = _chain.current_compiled()
+    chain = _chain.main.chain
     if not call.differentiable(x):
         with torch.no_grad():
             return _operator(x, chain.head, *_encoded(traced))[0]  # type: ignore[no-any-return]

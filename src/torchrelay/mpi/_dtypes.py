@@ -26,7 +26,6 @@ __all__ = [
     "check_dtype",
     "check_integer",
     "check_op",
-    "check_order",
     "check_reduction",
     "check_tensor",
     "is_differentiable",
@@ -141,26 +140,14 @@ def check_op(dtype: torch.dtype, op: Op) -> None:
     check_dtype(dtype)
     if dtype.is_complex:
         is_defined = op in (Op.SUM, Op.PROD)
-    else:
-        is_defined = op in ARITHMETIC or (op in KERNELS and not dtype.is_floating_point)
-    if not is_defined:
-        raise _undefined(dtype, op)
-
-
-def check_order(dtype: torch.dtype, op: Op) -> None:
-    """Raise :class:`ArgumentError` if ``op`` needs an order, and ``dtype`` is complex."""
-    if dtype.is_complex and op is not Op.PROD:
-        raise _undefined(dtype, op)
-
-
-def _undefined(dtype: torch.dtype, op: Op) -> ArgumentError:
-    if dtype.is_complex:
         hint = "pass a real tensor, such as torch.view_as_real(x) or x.abs()"
-    elif op not in KERNELS:
-        hint = "only Allreduce takes it"
-    else:
+    elif op in KERNELS:
+        is_defined = op in ARITHMETIC or not dtype.is_floating_point
         hint = "pass a tensor of integers or bool, such as x != 0"
-    return ArgumentError(f"MPI_{op.value} is not defined for {dtype}; {hint}")
+    else:
+        is_defined, hint = False, "only Allreduce takes it"
+    if not is_defined:
+        raise ArgumentError(f"MPI_{op.value} is not defined for {dtype}; {hint}")
 
 
 def is_differentiable(dtype: torch.dtype) -> bool:

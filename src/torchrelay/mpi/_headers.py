@@ -23,7 +23,6 @@ from torchrelay import _native
 from torchrelay._waiting import listed
 from torchrelay.errors import MismatchError
 from torchrelay.mpi import _compiled, _wait
-from torchrelay.mpi._dtypes import Op
 from torchrelay.mpi._settings import settings
 from torchrelay.mpi._transport import Transport
 
@@ -127,7 +126,7 @@ def _memory_at(address: int, size_bytes: int) -> Tensor:
 @functools.lru_cache(maxsize=4096)
 def digest(*fields: Any) -> int:
     """Return a hash of ``fields`` that is the same in every process."""
-    hashed = hashlib.blake2b(repr(_plain(fields)).encode(), digest_size=8).digest()
+    hashed = hashlib.blake2b(described(*fields).encode(), digest_size=8).digest()
     return int.from_bytes(hashed, "little") & ~STARTED
 
 
@@ -139,15 +138,6 @@ def description_numbers(*fields: Any) -> list[int]:
     return numbers
 
 
-def _plain(field: object) -> object:
-    """Return what represents a field alike in every process."""
-    if isinstance(field, (tuple, list)):
-        return [_plain(each) for each in field]
-    if isinstance(field, Op):
-        return field.name
-    return str(field) if isinstance(field, (str, torch.dtype)) else int(field)  # type: ignore[call-overload]
-
-
 def described(
     name: str,
     arguments: str = "",
@@ -155,7 +145,7 @@ def described(
     shape: Sequence[object] | None = None,
     recorded: str = "",
 ) -> str:
-    """Describe a call for an error message."""
+    """Describe a call, alike in every process."""
     text = f"{name}({arguments})"
     if dtype is not None and shape is not None:
         text += f" of {dtype} ({', '.join(map(str, shape))}{',' * (len(shape) == 1)})"
@@ -237,16 +227,15 @@ class Comparison:
 
 def _exchange_texts(comm: Comm, texts: dict[int, str], text: str) -> None:
     """Add to ``texts``, those of started collectives, what arrives within a grace period."""
-    lease, ranks = comm.lease, range(comm.size)
+    lease = comm.lease
     if comm.rank not in texts:
         texts[comm.rank] = text
-        for rank in ranks:
+        for rank in range(comm.size):
             if rank != comm.rank:
                 _wait.send(lease, rank, _wait.CALL, text)
     until = time.monotonic() + _wait.CALLS_GRACES * settings.grace_s
     while len(texts) < comm.size and time.monotonic() < until:
         _wait.listen()
-        for rank in ranks:
-            if rank not in texts:
-                texts.update(_wait.receive(lease, rank, _wait.CALL))
+        texts.update(lease.calls)
+        lease.calls.clear()
         time.sleep(0)

@@ -78,25 +78,22 @@ def _overwrite_leaf(run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 class _Guard:
     """Knows the one cotangent that may reach an overwritten leaf. Lives as long as the graph."""
 
-    def __init__(self) -> None:
-        self.expected: Tensor | None = None
-        self.task = -1
-        self.is_over = False
+    is_over = False
+    expected: tuple[int, Tensor] | None = None  # the backward pass, and the cotangent
 
     def expect(self, grad: Tensor) -> None:
-        self.expected, self.task = grad, _torch.backward_id()
+        self.expected = (_torch.backward_id(), grad)
 
 
 def _check(guard: _Guard | None, grad: Tensor) -> None:
     if guard is None or guard.is_over:
         return
     expected, guard.expected = guard.expected, None
-    if expected is not None:
-        guard.is_over = not _torch.backward_keeps_graph()
+    guard.is_over = expected is not None and not _torch.backward_keeps_graph()
     if (
         expected is None
-        or guard.task != _torch.backward_id()
-        or grad.data_ptr() != expected.data_ptr()
+        or expected[0] != _torch.backward_id()
+        or expected[1].data_ptr() != grad.data_ptr()
     ):
         raise GraphError(
             f"a tensor of shape {tuple(grad.shape)} was overwritten by an MPI function and also "

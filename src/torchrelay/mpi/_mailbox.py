@@ -86,11 +86,11 @@ class Channel:
             self.arrived.remove(message)
             incoming.fill(message)
 
-    def take(self, source: int, tag: int) -> list[Arrived]:
-        """Remove and return the messages from ``source`` (or ANY_SOURCE) with ``tag``."""
-        found = [m for m in self.arrived if m.tag == tag and source in (m.source, ANY_SOURCE)]
+    def take(self, tag: int) -> list[Arrived]:
+        """Remove and return the messages with ``tag``."""
+        found = [message for message in self.arrived if message.tag == tag]
         if found:
-            self.arrived = [m for m in self.arrived if m not in found]
+            self.arrived = [message for message in self.arrived if message.tag != tag]
         return found
 
 

@@ -133,10 +133,10 @@ def with_length(shape: Sequence[int], axis: int, length: int) -> list[int]:
     return result
 
 
-def any_length(x: Tensor, axis: int, known: Sequence[int] | None = None) -> tuple[object, ...]:
-    """Return the shape of ``x`` with "any", or the ``known`` lengths of all ranks, at ``axis``."""
+def any_length(x: Tensor, axis: int) -> tuple[object, ...]:
+    """Return the shape of ``x`` with "any" at ``axis``."""
     shape: list[object] = list(x.shape)
-    shape[axis] = tuple(known) if known else "any"
+    shape[axis] = "any"
     return tuple(shape)
 
 

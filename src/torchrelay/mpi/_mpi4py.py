@@ -19,7 +19,7 @@ from torchrelay.mpi._dtypes import DTYPES, KERNELS, Op, check_op
 from torchrelay.mpi._headers import Headers
 from torchrelay.mpi._memory import Blocks, pieces
 from torchrelay.mpi._settings import settings
-from torchrelay.mpi._transport import Requests, Testable
+from torchrelay.mpi._transport import CONTROL_TAG, Requests, Testable
 
 __all__ = ["End", "MpiTransport"]
 
@@ -233,15 +233,15 @@ class MpiTransport:
     def irecv(self, memory: Tensor, source: int, tag: int) -> _Message:
         return _Message(self.mpi.Irecv(_buffer(memory), source, tag), memory, source, tag)
 
-    def post(self, dest: int, tag: int, text: bytes) -> None:
+    def post(self, dest: int, text: bytes) -> None:
         message = bytearray(text[:CONTROL_BYTES])
-        request = self.mpi.Isend([message, len(message), MPI.BYTE], dest, tag)
+        request = self.mpi.Isend([message, len(message), MPI.BYTE], dest, CONTROL_TAG)
         _posting[:] = [each for each in _posting if not each[0].Test()]
         _posting.append((request, message))
 
-    def posted(self, source: int, tag: int) -> list[tuple[int, bytes]]:
+    def posted(self) -> list[tuple[int, bytes]]:
         messages, status = [], MPI.Status()
-        while (message := self.mpi.Improbe(source, tag, status)) is not None:
+        while (message := self.mpi.Improbe(MPI.ANY_SOURCE, CONTROL_TAG, status)) is not None:
             text = bytearray(CONTROL_BYTES)
             message.Recv([text, CONTROL_BYTES, MPI.BYTE], status)
             messages.append((status.Get_source(), bytes(text[: status.Get_count(MPI.BYTE)])))
@@ -249,7 +249,7 @@ class MpiTransport:
 
     # Communicators
 
-    def duplicate(self) -> MpiTransport:
+    def duplicate(self, for_messages: bool = False) -> MpiTransport:
         try:
             return MpiTransport(self.mpi.Dup())
         except MPI.Exception as error:

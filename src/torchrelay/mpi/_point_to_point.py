@@ -4,6 +4,8 @@ The derivative sends the cotangent the other way: a received tensor's cotangent 
 source, a sent tensor's is received. In a backward pass, a cotangent is sent without waiting for its
 receiver, and the send completes at the end of the pass. A forward pass that relied on MPI's buffers
 could deadlock in its backward pass otherwise.
+
+A receiver raises if a message has another length than its memory.
 """
 
 from __future__ import annotations
@@ -11,25 +13,123 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from torchrelay import _torch
-from torchrelay.errors import ArgumentError
+from torchrelay.errors import ArgumentError, MismatchError
 from torchrelay.mpi import _compiled
 from torchrelay.mpi._chain import Answer, Chain
 from torchrelay.mpi._comm import Comm
-from torchrelay.mpi._dtypes import check_tensor, is_differentiable
+from torchrelay.mpi._dtypes import check_dtype, check_tensor, is_differentiable
 from torchrelay.mpi._inplace import can_overwrite, overwrite
-from torchrelay.mpi._memory import check_memory, packed, placed
-from torchrelay.mpi._message import Receiving, Sending, finish_all, memory_for, start_send
-from torchrelay.mpi._record import Adjoint, Call, record
-from torchrelay.mpi._transport import ANY_SOURCE, ANY_TAG
-from torchrelay.mpi._wait import abandon
+from torchrelay.mpi._memory import check_memory, fresh, packed, pieces, placed
+from torchrelay.mpi._record import Adjoint, Call, Started, record
+from torchrelay.mpi._settings import settings
+from torchrelay.mpi._transport import ANY_SOURCE, ANY_TAG, PROC_NULL, Message
+from torchrelay.mpi._wait import Waiting, abandon, failed, finish
 
 __all__ = ["JoinDummies", "JoinDummiesHandle", "Messages", "Sendrecv", "WaitHandle"]
+
+# In debug mode, each message is announced to its receiver, which compares shape and dtype.
+ANNOUNCEMENT_BYTES = 256
+ANNOUNCEMENTS = 16  # on the control communicator: the first of the tags for announcements
+MOST_TAGS = 1 << 13  # MPI promises 32767; messages whose tags are that far apart share one
+
+
+def memory_for(shape: Sequence[int], dtype: torch.dtype, source: int) -> Tensor:
+    """Allocate memory for a message of ``source``; zeros, if nobody sends it."""
+    return torch.zeros(shape, dtype=dtype) if source == PROC_NULL else fresh(shape, dtype)
+
+
+class Receiving:
+    """A message in transit into ``memory``; ``source`` and ``tag`` may be wildcards."""
+
+    __slots__ = ("announced", "is_done", "memory", "number", "parts", "requests", "source", "tag")
+
+    def __init__(self, comm: Comm, memory: Tensor, source: int, tag: int) -> None:
+        self.is_done = False
+        self.requests: list[Message] = []
+        self.announced: tuple[Message, Tensor] | None = None
+        self.memory, self.source, self.tag = memory, source, tag
+        self.number = next(Answer.numbers)
+        check_dtype(memory.dtype)
+        self.parts = [part for (part,) in pieces(memory, most_bytes=comm.transport.most_bytes)]
+        self.requests.append(comm.transport.irecv(self.parts[0], source, tag))
+        if source not in (ANY_SOURCE, PROC_NULL) and tag != ANY_TAG:
+            self._start_rest(comm)
+
+    def _start_rest(self, comm: Comm) -> None:
+        """Start to receive a long message's other pieces, and in debug mode the announcement."""
+        for part in self.parts[1:]:
+            self.requests.append(comm.transport.irecv(part, self.source, self.tag))
+        if settings.debug:
+            text = torch.zeros(ANNOUNCEMENT_BYTES, dtype=torch.uint8)
+            tag = _announcement_tag(comm, self.tag)
+            self.announced = (comm.lease.control.irecv(text, self.source, tag), text)
+
+    def finish(self, call: Waiting) -> None:
+        """Wait until the message has arrived.
+
+        Raises:
+            MismatchError: its length, or in debug mode its shape or dtype, differs from the memory.
+        """
+        if self.announced is not None:
+            self._compare(call, *self.announced)
+        first = self._finish_part(call, 0)
+        if self.source != PROC_NULL:
+            if (self.source, self.tag) != (first.source, first.tag):
+                self.source, self.tag = first.source, first.tag
+                self._start_rest(call.comm)
+                if self.announced is not None:
+                    self._compare(call, *self.announced)
+            for index in range(1, len(self.parts)):
+                self._finish_part(call, index)
+        self.is_done = True
+
+    def __del__(self) -> None:
+        if not self.is_done:  # it was never waited for, or it failed
+            abandon((self.requests, self.memory))
+
+    def _finish_part(self, call: Waiting, index: int) -> Message:
+        message, part = self.requests[index], self.parts[index]
+        finish(message, call, part)
+        if message.source != PROC_NULL and message.size_bytes != part.nbytes:
+            raise failed(
+                MismatchError(
+                    f"rank {call.comm.rank}: {call.describe()} on {call.comm.name} got "
+                    f"{message.size_bytes} bytes from rank {message.source}, and expected "
+                    f"{part.nbytes}: {part.numel()} elements of {part.dtype}"
+                )
+            )
+        return message
+
+    def _compare(self, call: Waiting, request: Message, text: Tensor) -> None:
+        """Wait for the announcement, and compare it with the memory.
+
+        Raises:
+            MismatchError: it has another shape or dtype; on the sender, too.
+        """
+        finish(request, call, text)
+        contents = _contents(self.memory)
+        theirs = text.numpy().tobytes().rstrip(b"\0").decode(errors="replace")
+        if not theirs.startswith(f"{contents} in "):
+            raise failed(
+                MismatchError(
+                    f"rank {call.comm.rank} of {call.comm.name} receives {contents} in "
+                    f"{call.describe()}, and rank {self.source} sends it {theirs}"
+                )
+            )
+
+
+def _contents(memory: Tensor) -> str:
+    return f"{memory.dtype} {tuple(memory.shape)}"
+
+
+def _announcement_tag(comm: Comm, tag: int) -> int:
+    return ANNOUNCEMENTS + 2 * (tag % MOST_TAGS) + comm.is_reverse
 
 
 @dataclass(slots=True, eq=False)
@@ -47,6 +147,22 @@ class _PeerCall(Call):
     def peers(self) -> Iterable[int]:
         return range(self.comm.size) if self.peer == ANY_SOURCE else (self.peer,)
 
+    def send(self, x: Tensor) -> Started:
+        """Start to send ``x``, which must not change until done, to the peer."""
+        transport, memory = self.comm.transport, packed(x)
+        requests = [
+            transport.isend(part, self.peer, self.tag)
+            for (part,) in pieces(memory, most_bytes=transport.most_bytes)
+        ]
+        kept = [memory]
+        if settings.debug and self.peer != PROC_NULL:
+            text = f"{_contents(memory)} in {self.describe()}".encode()[:ANNOUNCEMENT_BYTES]
+            padded = bytearray(text.ljust(ANNOUNCEMENT_BYTES, b"\0"))
+            kept.append(torch.frombuffer(padded, dtype=torch.uint8))
+            tag = _announcement_tag(self.comm, self.tag)
+            requests.append(self.comm.lease.control.isend(kept[1], self.peer, tag))
+        return Started(requests, lambda: memory, kept)
+
 
 @dataclass(slots=True, eq=False)
 class Send(_PeerCall):
@@ -55,11 +171,11 @@ class Send(_PeerCall):
 
     def forward(self, x: Tensor) -> Tensor:
         self.shape = x.shape
-        self.complete(start_send(self, packed(x), self.peer, self.tag))
+        self.complete(self.send(x))
         return torch.zeros((), dtype=x.dtype, device=x.device)
 
-    def complete(self, started: Sending) -> None:
-        finish_all(started, self)
+    def complete(self, started: Started) -> None:
+        started.finish(self)
 
     def adjoint(self, grad: Tensor) -> Adjoint:
         return Adjoint(Recv(self.comm.reverse, self.peer, self.tag), grad.new_empty(self.shape))
@@ -77,9 +193,9 @@ class Post(Send):
     __slots__ = ()
     name = "Send"
 
-    def complete(self, started: Sending) -> None:
-        if not all(request.Test() for request, _ in started):
-            _torch.after_backward(lambda: finish_all(started, self))
+    def complete(self, started: Started) -> None:
+        if not all(request.Test() for request in started.requests):
+            _torch.after_backward(partial(Send.complete, self, started))
 
 
 def _sendable(tag: int) -> int:
@@ -114,14 +230,14 @@ class Recv(_PeerCall):
         place = (self.comm.reverse.transport, self.peer, self.tag)
         self.answer = Answer(chain, place, self.number, self._post)
 
-    def backward(self, grad: Tensor, *saved: Tensor) -> None:
+    def backward(self, grad: Tensor) -> None:
         self.answer.give(grad)
 
     def _post(self, grad: Tensor | None) -> None:
         assert grad is not None
         record(Post(self.comm.reverse, self.peer, _sendable(self.tag)), grad)
 
-    def tangent(self, tangent: Tensor, *saved: Tensor) -> Tensor:
+    def tangent(self, tangent: Tensor) -> Tensor:
         if self.started is None:
             return record(self, tangent)
         assert self.started.tangent_handle is not None
@@ -147,23 +263,21 @@ class Sendrecv(_PeerCall):
     source_tag: int
     shape: Sequence[int]  # of what comes
     dtype: torch.dtype | None = field(default=None, kw_only=True)  # None: of what is sent
-    batch_dims: int = field(default=0, kw_only=True)
     sent: tuple[Sequence[int], torch.dtype | None] | None = field(default=None, init=False)
 
     def forward(self, x: Tensor) -> Tensor:
         self.sent = (x.shape, x.dtype)
         received = Recv(self.comm, self.source, self.source_tag)
-        shape = (*x.shape[: self.batch_dims], *self.shape)
-        memory = memory_for(shape, self.dtype or x.dtype, self.source)
+        memory = memory_for(self.shape, self.dtype or x.dtype, self.source)
         receiving = Receiving(self.comm, memory, self.source, self.source_tag)
-        sent = start_send(self, packed(x), self.peer, self.tag)
+        sent = self.send(x)
         try:
             receiving.finish(received)
         except BaseException:
             abandon(sent)
             raise
         self.source, self.source_tag = receiving.source, receiving.tag
-        finish_all(sent, self)
+        sent.finish(self)
         return placed(memory, x)
 
     def adjoint(self, grad: Tensor) -> Adjoint:
@@ -177,60 +291,64 @@ class Sendrecv(_PeerCall):
         tag = self.tag if self.source_tag == ANY_TAG else self.source_tag
         return Sendrecv(self.comm, self.peer, self.tag, self.source, tag, self.shape)
 
-    def batched(self) -> Sendrecv:
-        return replace(self, batch_dims=self.batch_dims + 1)
+    def batched(self, size: int) -> Sendrecv:
+        return replace(self, shape=(size, *self.shape))
 
     def peers(self) -> Iterable[int]:
         return (self.peer, self.source)
 
 
+class Waitable(Protocol):
+    """A started communication."""
+
+    def wait(self, dummy: Tensor) -> Tensor:
+        """Complete it, after what ``dummy`` depends on, and return its result."""
+
+
 @dataclass(slots=True, eq=False)
 class WaitHandle:
-    """A started point-to-point communication, to be passed to ``Wait``.
+    """A started communication, to be passed to ``Wait``.
 
     Attributes:
         dummy: a 0-dim tensor that depends on the start.
     """
 
-    started: Isend | Irecv
+    started: Waitable
     dummy: Tensor
 
     @_compiled.eager_only
     def Wait(self) -> Tensor:
-        """Return the received tensor; for a send, a 0-dim tensor. Blocks."""
-        started = self.started
-        if isinstance(started, Isend):
-            finish_all(started.sending, started)
-            started.sending = ()
-            if started.tangent_handle is not None:
-                started.tangent_handle.Wait()
-            return self.dummy
-        call = Recv(started.comm, started.peer, started.tag, started=started)
-        if started.in_place:
-            call.overwrites = True
-            return record(call, started.target)
-        return overwrite(call, started.target, partial(record, call))
+        """Return the result; for a send, a 0-dim tensor. Blocks."""
+        return self.started.wait(self.dummy)
 
 
 @dataclass(slots=True, eq=False)
 class Isend(Send):
     name = "Isend"
-    sending: Sending = field(default=(), init=False)
+    started: Started | None = field(default=None, init=False)
     tangent_handle: WaitHandle | None = field(default=None, init=False)  # in forward mode
 
     def begin(self, x: Tensor) -> WaitHandle:
         return WaitHandle(self, record(self, x))
 
-    def complete(self, started: Sending) -> None:
-        self.sending = started
+    def complete(self, started: Started) -> None:
+        self.started = started
 
-    def tangent(self, tangent: Tensor, *saved: Tensor) -> Tensor:
+    def wait(self, dummy: Tensor) -> Tensor:
+        started, self.started = self.started, None
+        if started is not None:
+            started.finish(self)
+        if self.tangent_handle is not None:
+            self.tangent_handle.Wait()
+        return dummy
+
+    def tangent(self, tangent: Tensor) -> Tensor:
         self.tangent_handle = Isend(self.comm, self.peer, self.tag).begin(tangent)
         return self.tangent_handle.dummy
 
     def __del__(self) -> None:
-        if self.sending:  # it was never waited for
-            abandon(self.sending)
+        if self.started is not None:  # it was never waited for
+            abandon(self.started)
 
 
 @dataclass(slots=True, eq=False)
@@ -250,6 +368,13 @@ class Irecv(_PeerCall):
         self.receiving = Receiving(self.comm, memory, self.peer, self.tag)
         return torch.zeros((), dtype=x.dtype, device=x.device)
 
+    def wait(self, dummy: Tensor) -> Tensor:
+        call = Recv(self.comm, self.peer, self.tag, started=self)
+        if self.in_place:
+            call.overwrites = True
+            return record(call, self.target)
+        return overwrite(call, self.target, partial(record, call))
+
     def take(self) -> Receiving:
         """Return the message in transit, once."""
         receiving, self.receiving = self.receiving, None
@@ -257,10 +382,10 @@ class Irecv(_PeerCall):
             raise ArgumentError(f"{self.describe()} was already waited for")
         return receiving
 
-    def backward(self, grad: Tensor, *saved: Tensor) -> None:
+    def backward(self, grad: Tensor) -> None:
         return None  # what Wait's backward posted completes at the end of the backward pass
 
-    def tangent(self, tangent: Tensor, *saved: Tensor) -> Tensor:
+    def tangent(self, tangent: Tensor) -> Tensor:
         memory = torch.zeros_like(tangent)
         self.tangent_handle = Irecv(self.comm, self.peer, self.tag, memory, False).begin()
         return self.tangent_handle.dummy
@@ -275,7 +400,7 @@ class Messages(Comm):
         Returns:
             A 0-dim tensor that depends on the send.
         """
-        return record(Send(self, *self.check_dest(dest, tag)), tensor)
+        return record(Send(self, *self.check_peer("dest", dest, tag)), tensor)
 
     def Recv(self, tensor: Tensor, source: int, tag: int = 0) -> Tensor:
         """Overwrite ``tensor`` with a message from ``source``. Blocks until it has arrived.
@@ -286,7 +411,7 @@ class Messages(Comm):
         Raises:
             MismatchError: the message has another length.
         """
-        return overwrite(Recv(self, *self.check_source(source, tag)), tensor)
+        return overwrite(Recv(self, *self.check_peer("source", source, tag, True)), tensor)
 
     def Sendrecv(
         self,
@@ -310,21 +435,22 @@ class Messages(Comm):
                 f"Sendrecv of {tensor.dtype}, with like of {like.dtype}: autograd records one and "
                 "not the other; use Isend and Recv"
             )
-        to, back = self.check_dest(dest, sendtag), self.check_source(source, recvtag)
+        to = self.check_peer("dest", dest, sendtag)
+        back = self.check_peer("source", source, recvtag, True)
         call = Sendrecv(self, *to, *back, tuple(like.shape), dtype=like.dtype)
         return record(call, tensor)
 
     @_compiled.eager_only
     def Isend(self, tensor: Tensor, dest: int, tag: int = 0) -> WaitHandle:
         """Start :meth:`Send`; ``tensor`` must not change until :meth:`Wait`."""
-        return Isend(self, *self.check_dest(dest, tag)).begin(tensor)
+        return Isend(self, *self.check_peer("dest", dest, tag)).begin(tensor)
 
     @_compiled.eager_only
     def Irecv(self, tensor: Tensor, source: int, tag: int = 0) -> WaitHandle:
         """Start :meth:`Recv`; :meth:`Wait` returns the result."""
         check_tensor(tensor)
         check_memory(tensor)
-        peer = self.check_source(source, tag)
+        peer = self.check_peer("source", source, tag, True)
         return Irecv(self, *peer, tensor, can_overwrite(tensor)).begin()
 
 

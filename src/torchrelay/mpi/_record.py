@@ -1,8 +1,8 @@
 """Recording of communications as nodes of autograd's graph.
 
-A :class:`Call` is one communication with its arguments: its forward, its backward (in terms of
-recorded communications, so that it can be differentiated again), and its batched form for ``vmap``.
-:func:`record` runs it in torch's current mode.
+A :class:`Call` is one communication with its arguments: its forward, its adjoint (another call,
+which is recorded too, so that it can be differentiated again), and its batched form for ``vmap``.
+Every call is linear in its tensor. :func:`record` runs it in torch's current mode.
 """
 
 from __future__ import annotations
@@ -45,8 +45,7 @@ __all__ = [
 ]
 
 
-OPS = tuple(Op)
-SEQUENCES = ("known", "shape")  # arguments of some length
+OPS: tuple[Op | None, ...] = (None, *Op)
 
 
 def unchanged(x: Tensor) -> Tensor:
@@ -85,12 +84,14 @@ class Adjoint(NamedTuple):
 class Call:
     """One communication with its arguments; methods take the tensor.
 
-    The arguments after ``comm`` are integers, ``op``, and at last one of ``SEQUENCES``.
+    The arguments after ``comm`` are integers, ``op``, and at last ``shape``.
     """
 
     comm: Comm
     overwrites: bool = field(default=False, kw_only=True)
     """Whether the result lies in the input's memory."""
+    uniform: bool = field(default=False, kw_only=True)
+    """Whether the ranks pass tensors of one shape and get parts of one length."""
 
     name: ClassVar[str]
     everyone: ClassVar[bool] = True
@@ -100,24 +101,12 @@ class Call:
     transformable: ClassVar[bool] = True
     """Whether ``torch.func`` can transform it."""
 
-    @property
-    def known(self) -> Sequence[int] | None:
-        """What each rank passes, gets or sends, if that needs no exchange."""
-        return None
-
     def __init_subclass__(cls) -> None:
         _compiled.kinds[cls.__name__] = cls
 
     def numbers(self, x: Tensor) -> Sequence[int]:
         """Return what the other ranks need to know of this call; equally many on all ranks."""
         return ()
-
-    def known_numbers(self, x: Tensor) -> Sequence[Sequence[int]]:
-        """Return the numbers of all ranks, whose first ones are ``known``, unexchanged."""
-        mine = self.numbers(x)
-        if self.known is None:
-            return [mine] * self.comm.size
-        return [(first, *mine[1:]) for first in self.known]
 
     def start(self, x: Tensor, numbers: Sequence[Sequence[int]], arrived: bool) -> Started:
         """Start to communicate contiguous ``x``, on a device that the transport takes.
@@ -134,34 +123,30 @@ class Call:
             numbers = _headers.exchange_numbers(self, self.fields(source), numbers[0])
         return placed(self.start(source, numbers, True).finish(self), x)
 
-    def saved(self, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
-        """Return the tensors that the derivative needs; none for linear functions."""
-        return ()
-
     def joined(self, chain: _chain.Chain) -> None:
-        """Called when the call has joined a chain, if not all ranks take part in it."""
+        """Note that the call has joined a chain, if not all ranks take part in it."""
 
     def adjoint(self, grad: Tensor) -> Adjoint:
-        """Return the communication that computes a linear function's cotangent."""
+        """Return the communication that computes the input's cotangent."""
         raise NotImplementedError
 
-    def backward(self, grad: Tensor, *saved: Tensor) -> Tensor | None:
+    def backward(self, grad: Tensor) -> Tensor | None:
         """Return the input's cotangent, computed with recorded communications."""
         call, grad, complete = self.adjoint(grad)
         return complete(grad if call is None else record(call, grad))
 
-    def tangent(self, tangent: Tensor, *saved: Tensor) -> Tensor:
-        """Return the output's tangent; for a linear function, the function of it."""
+    def tangent(self, tangent: Tensor) -> Tensor:
+        """Return the output's tangent."""
         return record(self, tangent)
 
-    def batched(self) -> Call:
-        """Return the call for tensors with a further leading dimension."""
+    def batched(self, size: int) -> Call:
+        """Return the call for tensors with a further leading dimension of this ``size``."""
         return self
 
     def in_graph(self, x: Tensor) -> Call | None:
-        """Return the call with everything that the shape of its result depends on.
+        """Return the call as a compiled graph holds it.
 
-        Assumes tensors of one shape on all ranks. None if it depends on values of other ranks.
+        None if it cannot, because the shape of its result depends on values of other ranks.
         """
         return self
 
@@ -182,7 +167,7 @@ class Call:
             value = getattr(self, name)
             if name == "op":
                 code.append(OPS.index(value))
-            elif name in SEQUENCES:
+            elif name == "shape":
                 code.extend(value)
             else:
                 code.append(value)
@@ -192,10 +177,10 @@ class Call:
     def decode(cls, comm: Comm, code: Sequence[int]) -> Call:
         """Invert :meth:`encode`."""
         arguments: list[Any] = [
-            OPS[code[i]] if name == "op" else list(code[i:]) if name in SEQUENCES else code[i]
+            OPS[code[i]] if name == "op" else list(code[i:]) if name == "shape" else code[i]
             for i, name in enumerate(cls.parameters())
         ]
-        return cls(comm, *arguments)
+        return cls(comm, *arguments, uniform=True)
 
     def differentiable(self, x: Tensor) -> bool:
         """Return whether to record it; equal on all ranks, so by dtype and arguments only."""
@@ -232,11 +217,15 @@ class AlongAxis(Call):
     __slots__ = ()
     axis: int
 
-    def batched(self) -> Call:
+    def batched(self, size: int) -> Call:
         return replace(self, axis=self.axis + 1)  # type: ignore[call-arg]
 
+    def in_graph(self, x: Tensor) -> Call | None:
+        return self if self.uniform else None
+
     def fields(self, x: Tensor) -> _headers.Fields:
-        return (self.name, self.arguments(), x.dtype, any_length(x, self.axis, self.known))
+        shape = x.shape if self.uniform else any_length(x, self.axis)
+        return (self.name, self.arguments(), x.dtype, shape)
 
     def arguments(self) -> str:
         return f"axis={self.axis}"
@@ -248,10 +237,11 @@ _TOKEN = torch.empty(())
 def _pull_back(ctx: Any, grad: Tensor | None) -> Tensor | None:
     """Compute the input's cotangent, also if only other ranks need it; None if unused here."""
     link: _chain.Link = ctx.link
+    ctx.saved_tensors  # noqa: B018 - a checkpoint recomputes its segment here, on every rank
     if grad is None:
         shape, dtype, device = link.like
         grad = torch.zeros(shape, dtype=dtype, device=device)
-    result = link.call.backward(grad, *ctx.saved_tensors[: link.saved_count])
+    result = link.call.backward(grad)
     return result if ctx.needs_input_grad[1] else None
 
 
@@ -262,15 +252,14 @@ class Node(torch.autograd.Function):
     def forward(ctx: Any, call: Call, x: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         y = call.forward(x)
-        saved = call.saved(x, y)
-        # A checkpoint recomputes a segment when a saved tensor is used, up to the last one saved.
-        # Each communication saves one, so that all ranks recompute at the same place in the order.
-        kept = (*saved, token) if has_saving_hooks() else saved
-        if kept:
-            ctx.save_for_backward(*kept)
+        if has_saving_hooks():
+            # A checkpoint recomputes a segment when a saved tensor is used, up to the last one
+            # saved. Each communication saves one, so that all ranks recompute at the same place
+            # in the order.
+            ctx.save_for_backward(token)
         if call.overwrites:
             ctx.mark_dirty(x)
-        ctx.link = _chain.Link(_chain.current(), ctx, call, y, len(saved))
+        ctx.link = _chain.Link(_chain.current(), ctx, call, y)
         if not call.everyone:
             call.joined(ctx.link.chain)
         return y, torch.empty_like(_TOKEN)
@@ -312,12 +301,7 @@ class TransformNode(Node):
     ) -> None:
         call, x, _ = inputs
         ctx.set_materialize_grads(False)
-        saved = call.saved(x, output[0])
-        ctx.save_for_backward(*saved)
-        ctx.save_for_forward(*saved)
-        if call.overwrites:
-            ctx.mark_dirty(x)
-        ctx.link = _chain.Link(_chain.Chain(), ctx, call, output[0], len(saved))
+        ctx.link = _chain.Link(_chain.Chain(), ctx, call, output[0])
         ctx.like = (x.shape, x.dtype, x.device)
 
     @staticmethod
@@ -333,14 +317,15 @@ class TransformNode(Node):
         if tangent is None:
             shape, dtype, device = ctx.like
             tangent = torch.zeros(shape, dtype=dtype, device=device)
-        return ctx.link.call.tangent(tangent, *ctx.saved_tensors), torch.zeros(())
+        return ctx.link.call.tangent(tangent), torch.zeros(())
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], call: Call, x: Tensor, token: Tensor) -> Any:
         dim = in_dims[1]
         if dim is None:
-            return record_transformed(call, x, token), (None, None)
-        return record_transformed(call.batched(), x.movedim(dim, 0), token), (0, None)
+            return _apply_transformed(call, x, token), (None, None)
+        call = call.batched(x.shape[dim])
+        return _apply_transformed(call, x.movedim(dim, 0), token), (0, None)
 
 
 transforms_active, forward_mode_active = _torch.transforms_active, _torch.forward_mode_active
@@ -437,7 +422,7 @@ def _record_dual(call: Call, x: Tensor) -> Tensor:
     _in_tangent = True
     try:
         y = _record_plain(call, primal)
-        return _make_dual(y, call.tangent(tangent, *call.saved(primal, y)))  # type: ignore[no-any-return]
+        return _make_dual(y, call.tangent(tangent))  # type: ignore[no-any-return]
     finally:
         _in_tangent = False
 
@@ -456,8 +441,8 @@ def _record_under_transform(call: Call, x: Tensor) -> Tensor:
             "differentiates or batches; use Sendrecv or a collective, or torchrelay.mpi.grad and "
             "torch.autograd.forward_ad"
         )
-    y, _transform_head = record_transformed(call, x, _transform_token())
-    return y
+    y, _transform_head = _apply_transformed(call, x, _transform_token())
+    return y  # type: ignore[no-any-return]
 
 
 def _transform_token() -> Tensor:
@@ -466,10 +451,6 @@ def _transform_token() -> Tensor:
         if _torch.is_transformed(head):
             return head
     return torch.zeros(())
-
-
-def record_transformed(call: Call, x: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
-    return _apply_transformed(call, x, token)  # type: ignore[no-any-return]
 
 
 def is_differentiated() -> bool:

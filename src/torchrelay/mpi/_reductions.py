@@ -1,41 +1,37 @@
 """Allreduce, Reduce, Reduce_scatter, Scan and Exscan: reduce the tensors of ranks elementwise.
 
 The derivative of a sum is a communication: Allreduce, Bcast, Allgather, or a scan in the reverse
-order of ranks. That of Allreduce with MAX or MIN is split equally between the ranks that hold the
-extremum, and with PROD it is the product of the other factors, computed without division. In the
-other functions, and where a derivative must be one communication (non-blocking and compiled), these
-three gather and reduce locally if a derivative is wanted.
+order of ranks. MAX, MIN and PROD are not linear: if a derivative is wanted, they gather, and reduce
+locally. The derivative of MAX and MIN is then split equally between the ranks that hold the
+extremum, and that of PROD is right at zeros.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 
-from torchrelay.mpi._copies import Allgather, Bcast, allgather, own_use
+from torchrelay.mpi._copies import Allgather, Alltoall, Bcast, is_uniform, own_use
 from torchrelay.mpi._dtypes import (
     ARITHMETIC,
     LOGICAL,
     NATIVE,
     Op,
-    check_order,
+    check_op,
     check_reduction,
     check_tensor,
     is_differentiable,
 )
-from torchrelay.mpi._exchanges import Alltoall, Alltoallv
 from torchrelay.mpi._headers import Fields, exchange_values, payload_bytes
 from torchrelay.mpi._inplace import overwrite
 from torchrelay.mpi._memory import (
     Blocks,
-    any_length,
     axis_of,
-    check_counts,
     fresh,
     fresh_like,
     packed,
@@ -61,12 +57,12 @@ if TYPE_CHECKING:
     from torchrelay.mpi._comm import Comm
 
 __all__ = [
+    "Allreduce",
     "Exscan",
     "Located",
     "Scan",
     "allreduce",
     "allreduce_located",
-    "linear_allreduce",
     "reduce",
     "reduce_",
     "reduce_scatter",
@@ -104,13 +100,13 @@ def linear(call: Reduction, x: Tensor, gathered: Callable[[], Plan]) -> Plan:
         return call, x != 0, lambda y: y.to(x.dtype)
     if call.op is Op.SUM or not (is_differentiated() and call.differentiable(x)):
         return call, x, unchanged
-    check_order(x.dtype, call.op)
+    check_op(x.dtype, call.op)
     return gathered()
 
 
-def _gathered(comm: Comm, x: Tensor, complete: Callable[[Tensor], Tensor]) -> Plan:
-    """Return how to compute what differs between ranks from the tensors of all."""
-    return Allgather(comm.replace("sum"), 0, [1] * comm.size), x.unsqueeze(0), complete
+def _gathered(comm: Comm, x: Tensor, op: Op, complete: Callable[[Tensor], Tensor]) -> Plan:
+    """Return how to compute a result from the tensors of all ranks."""
+    return Allgather(comm, 0, op, uniform=True), x.unsqueeze(0), complete
 
 
 def reduce_locally(parts: Tensor, op: Op) -> Tensor:
@@ -143,50 +139,10 @@ class Allreduce(Reduction):
         requests = self.comm.transport.allreduce(x, result, self.op, arrived)
         return Started(requests, lambda: result, x)
 
-    def saved(self, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
-        return () if self.op is Op.SUM else (x, y)
-
     def adjoint(self, grad: Tensor) -> Adjoint:
         if self.comm.convention == "replicated":
             return own_use(self.comm, grad)
         return Adjoint(Allreduce(self.comm.reverse, Op.SUM), grad)
-
-    def backward(self, grad: Tensor, *saved: Tensor) -> Tensor:
-        call, grad, _ = self.adjoint(grad)
-        total = grad if call is None else record(call, grad)
-        return total * self._share(*saved) if saved else total
-
-    def tangent(self, tangent: Tensor, *saved: Tensor) -> Tensor:
-        if saved:
-            tangent = tangent * self._share(*saved).conj()
-        return allreduce(self.comm, tangent, Op.SUM)
-
-    def _share(self, x: Tensor, y: Tensor) -> Tensor:
-        """Return the conjugate of dy/dx.
-
-        For MAX and MIN it is 1 / (number of ranks that hold the extremum), for PROD the product of
-        the other factors.
-        """
-        if self.op is Op.PROD:
-            return product_of_others(self.comm.reverse, x, y).conj()
-        with torch.no_grad():
-            mine = (x == y).to(x.dtype)
-            return mine / allreduce(self.comm.reverse, mine, Op.SUM)
-
-
-def product_of_others(comm: Comm, x: Tensor, y: Tensor) -> Tensor:
-    """Return the product of all other ranks' ``x``, given that of all, ``y``."""
-    if torch.is_grad_enabled():
-        # Differentiated again: let torch.prod, which is safe at zeros, do it.
-        every = run(*allgather(comm.replace("sum"), x.unsqueeze(0), 0))
-        return torch.cat([every[: comm.rank], every[comm.rank + 1 :]]).prod(0)
-    is_zero = x == 0
-    zeros = allreduce(comm, is_zero.to(torch.int32), Op.SUM)
-    nonzero = allreduce(comm, torch.where(is_zero, torch.ones_like(x), x), Op.PROD)
-    others = torch.where(
-        zeros == 0, y / torch.where(is_zero, torch.ones_like(x), x), torch.zeros_like(y)
-    )
-    return torch.where((zeros == 1) & is_zero, nonzero, others)
 
 
 class Located(NamedTuple):
@@ -201,34 +157,19 @@ class Located(NamedTuple):
     ranks: Tensor
 
 
-def allreduce(comm: Comm, x: Tensor, op: Op) -> Tensor:
+def allreduce(comm: Comm, x: Tensor, op: Op) -> Plan:
     """Reduce all ranks' ``x``, of one shape and dtype, elementwise on every rank."""
-    if op in LOGICAL or is_compiling():  # an operator saves nothing for its derivative
-        return run(*linear_allreduce(comm, x, op))
-    return record(Allreduce(comm, op), x)
-
-
-def linear_allreduce(comm: Comm, x: Tensor, op: Op) -> Plan:
-    """Return how to reduce with a derivative that is one communication."""
     # Under its convention: all ranks reduce to the same.
     return linear(
-        Allreduce(comm, op),
-        x,
-        lambda: (
-            Allgather(comm, 0, [1] * comm.size),
-            x.unsqueeze(0),
-            lambda parts: reduce_locally(parts, op),
-        ),
+        Allreduce(comm, op), x, lambda: _gathered(comm, x, op, partial(reduce_locally, op=op))
     )
 
 
 def allreduce_located(comm: Comm, x: Tensor, op: Op) -> Located:
     """Reduce with MAXLOC or MINLOC."""
-    check_tensor(x)
-    check_order(x.dtype, op)
-    values = allreduce(comm, x, Op.MAX if op is Op.MAXLOC else Op.MIN)
+    values = run(*allreduce(comm, x, Op.MAX if op is Op.MAXLOC else Op.MIN))
     here = torch.where(x.detach() == values.detach(), comm.rank, comm.size)
-    return Located(values, allreduce(comm, here, Op.MIN))
+    return Located(values, record(Allreduce(comm, Op.MIN), here))
 
 
 # Reduce
@@ -261,7 +202,7 @@ def reduce(comm: Comm, x: Tensor, op: Op, root: int) -> Plan:
         y = reduce_locally(parts, op)
         return y if is_root else nothing_of(y)
 
-    return linear(call, x, lambda: _gathered(comm, x, complete))
+    return linear(call, x, lambda: _gathered(comm.replace("sum"), x, op, complete))
 
 
 def reduce_(comm: Comm, x: Tensor, op: Op, root: int) -> Tensor:
@@ -280,7 +221,6 @@ class ReduceScatter(Reduction, AlongAxis):
     name = "Reduce_scatter"
     axis: int
     length: int
-    known: Sequence[int] | None = None
 
     def numbers(self, x: Tensor) -> Sequence[int]:
         return (self.length,)
@@ -301,50 +241,36 @@ class ReduceScatter(Reduction, AlongAxis):
 
     def adjoint(self, grad: Tensor) -> Adjoint:
         reverse = self.comm.reverse.replace(convention="sum")
-        return Adjoint(Allgather(reverse, self.axis, self.known), grad)
-
-    def in_graph(self, x: Tensor) -> ReduceScatter | None:
-        size = self.comm.size
-        if self.known:
-            return self
-        if self.length * size != x.shape[self.axis]:
-            return None
-        return ReduceScatter(self.comm, self.op, self.axis, self.length, [self.length] * size)
+        return Adjoint(Allgather(reverse, self.axis, uniform=self.uniform), grad)
 
     def result_shape(self, shape: Sequence[int]) -> list[int]:
         return with_length(shape, self.axis, self.length)
 
     def fields(self, x: Tensor) -> Fields:
-        shape = any_length(x, self.axis, self.known) if self.known else x.shape
-        return (self.name, self.arguments(), x.dtype, shape)
+        return (self.name, self.arguments(), x.dtype, x.shape)
 
     def arguments(self) -> str:
         return f"{self.op.value}, axis={self.axis}"
 
 
-def reduce_scatter(comm: Comm, x: Tensor, op: Op, axis: int, lengths: int | list[int]) -> Plan:
-    """Return a part along ``axis`` of the reduction of all ranks' ``x``.
+def reduce_scatter(
+    comm: Comm, x: Tensor, op: Op, axis: int, length: int, uniform: bool = False
+) -> Plan:
+    """Return a part along ``axis`` of the reduction of all ranks' ``x``, of one shape and dtype.
 
-    Shapes and dtypes are equal. ``lengths`` are that of this rank's part, or those of all ranks'.
+    It has the ``length`` that this rank asks for; if it is ``uniform``, as all others do.
     """
     axis = axis_of(axis, x)
-    known = None
-    if isinstance(lengths, list):
-        known = check_counts(lengths, comm.size, x.shape[axis])
-    wanted = lengths[comm.rank] if isinstance(lengths, list) else lengths
-
-    def gathered() -> Plan:
-        if known is None:
-            call = Alltoall(comm, 0, axis + 1, wanted, 1)
-            return call, x.unsqueeze(0), lambda parts: reduce_locally(parts, op)
-        coming = [wanted] * comm.size
-        return (
-            Alltoallv(comm, known, axis, coming),
-            x,
-            lambda got: reduce_locally(torch.stack(got.split_with_sizes(coming, axis)), op),
-        )
-
-    return linear(ReduceScatter(comm, op, axis, wanted, known), x, gathered)
+    uniform = uniform or is_uniform(comm, x, axis, length)
+    return linear(
+        ReduceScatter(comm, op, axis, length, uniform=uniform),
+        x,
+        lambda: (
+            Alltoall(comm, 0, axis + 1, length, 1, uniform=uniform),
+            x.unsqueeze(0),
+            partial(reduce_locally, op=op),
+        ),
+    )
 
 
 # Scan and Exscan
@@ -385,4 +311,4 @@ def scan(kind: type[Scan], comm: Comm, x: Tensor, op: Op) -> Plan:
     def complete(parts: Tensor) -> Tensor:
         return reduce_locally(parts[:before], op) if before else parts[:0].sum(0)
 
-    return linear(kind(comm, op), x, lambda: _gathered(comm, x, complete))
+    return linear(kind(comm, op), x, lambda: _gathered(comm.replace("sum"), x, op, complete))

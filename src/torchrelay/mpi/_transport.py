@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ANY_SOURCE",
     "ANY_TAG",
+    "CONTROL_TAG",
     "PROC_NULL",
     "UNDEFINED",
     "Message",
@@ -37,6 +38,8 @@ ANY_SOURCE: int = -1 if MPI is None else MPI.ANY_SOURCE
 ANY_TAG: int = -1 if MPI is None else MPI.ANY_TAG
 PROC_NULL: int = -2 if MPI is None else MPI.PROC_NULL
 UNDEFINED: int = -32766 if MPI is None else MPI.UNDEFINED
+
+CONTROL_TAG = 1  # of control messages, on a transport that carries no messages of users
 
 
 class Testable(Protocol):
@@ -142,14 +145,17 @@ class Transport(Protocol):
     def irecv(self, memory: Tensor, source: int, tag: int) -> Message:
         """Start to receive into ``memory`` of this host; nothing from PROC_NULL."""
 
-    def post(self, dest: int, tag: int, text: bytes) -> None:
+    def post(self, dest: int, text: bytes) -> None:
         """Send a control message, without waiting for its receiver."""
 
-    def posted(self, source: int, tag: int) -> list[tuple[int, bytes]]:
+    def posted(self) -> list[tuple[int, bytes]]:
         """Return the control messages that have arrived, with their sources."""
 
-    def duplicate(self) -> Any:
-        """Return a transport of the same ranks, whose messages are separate. Collective."""
+    def duplicate(self, for_messages: bool = False) -> Any:
+        """Return a transport of the same ranks, whose messages are separate. Collective.
+
+        One ``for_messages``, and its duplicates, may lack the collectives.
+        """
 
     def split(self, color: int, members: list[int]) -> Any:
         """Return the transport of the ranks with the same ``color``; None for UNDEFINED.

@@ -16,12 +16,11 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import itertools
 import os
 import sys
 import time
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torchrelay._waiting import listed
@@ -35,7 +34,7 @@ from torchrelay.errors import (
 )
 from torchrelay.mpi._library import is_worker, refusal
 from torchrelay.mpi._settings import settings
-from torchrelay.mpi._transport import ANY_SOURCE, Testable
+from torchrelay.mpi._transport import Testable
 
 if TYPE_CHECKING:
     from torchrelay.mpi._comm import Comm, Lease
@@ -51,12 +50,10 @@ __all__ = [
     "check_usable",
     "failed",
     "finish",
+    "leases",
     "leave_with",
     "listen",
-    "receive",
-    "register",
     "send",
-    "unregister",
 ]
 
 # Tests in a tight loop, about 0.3 us each, before yielding the core. A rank that shares its core
@@ -69,12 +66,10 @@ NAP_S = 2e-4  # sleep between tests after a second
 LISTEN_S = 0.02  # interval at which a waiting rank checks for control messages
 
 ENDING_S = 1.0  # how long a rank waits at exit before it notifies the others
-HINT = "TORCHRELAY_MPI_TIMEOUT_S sets the time"
-HINT_OF_GROUPS = "A longer timeout can be given to init_process_group"  # of the native core
 CALLS_GRACES = 5  # grace periods that a rank waits for descriptions of the others' calls
 
-# Tags on the control communicator.
-QUESTION, ANSWER, FAREWELL, MISMATCH, ENDED, CALL = range(1, 7)
+# What a control message is: its first letter.
+QUESTION, ANSWER, FAREWELL, MISMATCH, ENDED, CALL = "QAFMEC"
 
 
 class Waiting(Protocol):
@@ -87,7 +82,9 @@ class Waiting(Protocol):
     def peers(self) -> Iterable[int]: ...
 
 
-_leases: weakref.WeakSet[Lease] = weakref.WeakSet()
+leases: weakref.WeakSet[Lease] = weakref.WeakSet()
+"""The communicators over which this rank answers questions while it waits anywhere."""
+
 # Requests that may never complete, with memory whose freeing would corrupt it.
 _abandoned: list[Any] = []
 _end: End | None = None
@@ -101,15 +98,6 @@ def leave_with(end: End) -> None:
     """Let the ranks end as ``end`` does."""
     global _end  # noqa: PLW0603
     _end = end
-
-
-def register(lease: Lease) -> None:
-    """Answer questions over its control communicator while this rank waits anywhere."""
-    _leases.add(lease)
-
-
-def unregister(lease: Lease) -> None:
-    _leases.discard(lease)
 
 
 def check_usable(comm: Comm) -> None:
@@ -163,10 +151,15 @@ def finish(request: Testable, call: Waiting, memory: object = None) -> None:
         if isinstance(error, (MismatchError, OperationTimeoutError, PeerLostError)) and (
             _broken is None
         ):
-            _hear_cause(call)
-            text = str(error).replace(HINT_OF_GROUPS, HINT)
-            what = f"rank {call.comm.rank}: {call.describe()} on {call.comm.name}: {text}"
-            ranks = () if isinstance(error, MismatchError) else (error.ranks,)
+            if isinstance(error, OperationTimeoutError):
+                with _waiting_in(call, settings.timeout_s):
+                    _check_peers(None, call, settings.timeout_s, error.ranks)
+            with _waiting_in(call) as start:
+                while time.monotonic() - start < settings.grace_s:
+                    listen()  # raises what another rank reports, if this is a consequence of it
+                    time.sleep(NAP_S)
+            what = f"rank {call.comm.rank}: {call.describe()} on {call.comm.name}: {error}"
+            ranks = (error.ranks,) if isinstance(error, PeerLostError) else ()
             raise failed(type(error)(what, *ranks)) from error
         cause = refusal(error)
         if cause is None:
@@ -181,23 +174,15 @@ def finish(request: Testable, call: Waiting, memory: object = None) -> None:
 
 
 @contextlib.contextmanager
-def _waiting_in(call: Waiting) -> Iterator[float]:
+def _waiting_in(call: Waiting, waited_s: float = 0.0) -> Iterator[float]:
     """Answer questions within the block with ``call``; gives the time of its start."""
     global _waiting  # noqa: PLW0603
-    before, start = _waiting, time.monotonic()
+    before, start = _waiting, time.monotonic() - waited_s
     _waiting = (call, start)
     try:
         yield start
     finally:
         _waiting = before
-
-
-def _hear_cause(call: Waiting) -> None:
-    """Raise what another rank reports within ``grace_s``, of which an error is a consequence."""
-    with _waiting_in(call) as start:
-        while time.monotonic() - start < settings.grace_s:
-            listen()
-            time.sleep(NAP_S)
 
 
 class Named:
@@ -222,9 +207,9 @@ def _finish_late(request: Testable, call: Waiting, tests: int) -> None:
             if now - checked > LISTEN_S:
                 checked = now
                 listen()
-                is_late = now - start > settings.timeout_s
-                if is_late or (call.comm.lease.ended and now - asked > settings.grace_s):
-                    if _check_peers(request, call, now - start, is_late):
+                waited_s, ended = now - start, call.comm.lease.ended
+                if waited_s > settings.timeout_s or (ended and now - asked > settings.grace_s):
+                    if _check_peers(request, call, waited_s):
                         return
                     asked = time.monotonic()
             if now - start < YIELD_S:
@@ -233,25 +218,25 @@ def _finish_late(request: Testable, call: Waiting, tests: int) -> None:
                 time.sleep(NAP_S)
 
 
-def listen() -> list[tuple[int, str]]:
-    """Answer questions, raise on notices of failure, and return the answers that arrived."""
-    answers = []
-    for lease, tag in itertools.product(
-        list(_leases), (QUESTION, ANSWER, ENDED, FAREWELL, MISMATCH)
-    ):
-        for source, text in receive(lease, ANY_SOURCE, tag):
-            if tag == QUESTION:
+def listen() -> None:
+    """Receive control messages: answer questions, raise on notices of failure, keep the rest."""
+    for lease in list(leases):
+        for source, message in lease.control.posted():
+            letters = message.decode(errors="replace")
+            kind, text = letters[0], letters[1:]
+            if kind == QUESTION:
                 send(lease, source, ANSWER, _current_call())
-            elif tag == ANSWER:
-                answers.append((source, text))
-            elif tag == ENDED:
+            elif kind == ANSWER:
+                lease.answers[source] = text
+            elif kind == CALL:
+                lease.calls[source] = text
+            elif kind == ENDED:
                 lease.ended.add(source)
             else:
                 what = f"rank {lease.rank}: {_current_call()}, and rank {source} gave up: {text}"
                 raise failed(
-                    PeerLostError(what, (source,)) if tag == FAREWELL else MismatchError(what)
+                    PeerLostError(what, (source,)) if kind == FAREWELL else MismatchError(what)
                 )
-    return answers
 
 
 def _current_call() -> str:
@@ -263,29 +248,43 @@ def _current_call() -> str:
     return f"waiting in {call.describe()} on {call.comm.name} for {time.monotonic() - start:.1f} s"
 
 
-def _check_peers(request: Testable, call: Waiting, waited_s: float, is_late: bool) -> bool:
+def _check_peers(
+    request: Testable | None, call: Waiting, waited_s: float, late: Sequence[int] = ()
+) -> bool:
     """Ask the other ranks that ``call`` waits for. Return True if it completed meanwhile.
 
     A rank may end before others when its part is done, such as the root of a broadcast, so one that
     is not in this call may be the missing one.
 
+    Args:
+        request: None, if it has failed.
+        late: the ranks that are missing if all answer that they are in this call.
+
     Raises:
-        OperationTimeoutError: it ``is_late``.
+        OperationTimeoutError: it waited for ``timeout_s``.
         PeerLostError: it waits only for ranks that have ended.
     """
-    comm = call.comm
-    peers = [rank for rank in call.peers() if rank != comm.lease.rank and rank >= 0]
-    ended = [rank for rank in peers if rank in comm.lease.ended]
+    comm, lease, is_late = call.comm, call.comm.lease, waited_s >= settings.timeout_s
+    peers = [rank for rank in call.peers() if rank != lease.rank and rank >= 0]
+    ended = [rank for rank in peers if rank in lease.ended]
     asked = peers if is_late else [rank for rank in peers if rank not in ended]
     if not (is_late or ended):
         return False
-    answers = _ask(request, call, asked)
-    if answers is None:
-        return True
+    lease.answers.clear()
+    for rank in asked:
+        send(lease, rank, QUESTION, "")
+    until = time.monotonic() + settings.grace_s
+    while time.monotonic() < until and (len(lease.answers) < len(asked) or not asked):
+        if request is not None and request.Test():
+            return True
+        listen()
+        time.sleep(NAP_S)
     what = f"{call.describe()} on {comm.name}"
-    missing = [rank for rank in asked if what not in answers.get(rank, "")]
+    missing = [rank for rank in asked if what not in lease.answers.get(rank, "")]
     if is_late:
-        places = [f"rank {rank} is {answers.get(rank, 'in no communication')}" for rank in peers]
+        missing = missing or list(late)
+        silent = "in no communication"
+        places = [f"rank {rank} is {lease.answers.get(rank, silent)}" for rank in peers]
         cause = (
             f"{listed('rank', missing)} did not take part"
             if missing
@@ -295,7 +294,7 @@ def _check_peers(request: Testable, call: Waiting, waited_s: float, is_late: boo
             OperationTimeoutError(
                 f"rank {comm.rank}: {what} did not end within {waited_s:.1f} s; {cause} "
                 f"({'; '.join(places)}). Do all ranks make the same calls in the same order? "
-                + HINT,
+                "TORCHRELAY_MPI_TIMEOUT_S sets the time",
                 missing,
             )
         )
@@ -310,23 +309,6 @@ def _check_peers(request: Testable, call: Waiting, waited_s: float, is_late: boo
     )
 
 
-def _ask(request: Testable, call: Waiting, ranks: list[int]) -> dict[int, str] | None:
-    """Return the states of ``ranks`` that arrive within ``grace_s``.
-
-    None if ``request`` completed meanwhile.
-    """
-    for rank in ranks:
-        send(call.comm.lease, rank, QUESTION, "")
-    answers: dict[int, str] = {}
-    asked = time.monotonic()
-    while time.monotonic() - asked < settings.grace_s and (len(answers) < len(ranks) or not ranks):
-        if request.Test():
-            return None
-        answers.update(listen())
-        time.sleep(NAP_S)
-    return answers
-
-
 def failed(error: TorchRelayError) -> TorchRelayError:
     """Notify all ranks, end communication, and return ``error`` to be raised."""
     global _broken
@@ -336,23 +318,16 @@ def failed(error: TorchRelayError) -> TorchRelayError:
     return error
 
 
-def _send_all(tag: int, text: str) -> None:
-    for lease in list(_leases):
+def _send_all(kind: str, text: str) -> None:
+    for lease in list(leases):
         for rank in range(lease.size):
             if rank != lease.rank:
-                send(lease, rank, tag, text)
+                send(lease, rank, kind, text)
 
 
-def send(lease: Lease, rank: int, tag: int, text: str) -> None:
+def send(lease: Lease, rank: int, kind: str, text: str) -> None:
     """Send a control message, without waiting for its receiver."""
-    lease.control.post(rank, tag, text.encode())
-
-
-def receive(lease: Lease, source: int, tag: int) -> list[tuple[int, str]]:
-    """Return the control messages that have arrived, with their sources."""
-    return [
-        (rank, text.decode(errors="replace")) for rank, text in lease.control.posted(source, tag)
-    ]
+    lease.control.post(rank, (kind + text).encode())
 
 
 def _end_together(request: Testable) -> None:
@@ -369,7 +344,7 @@ def _end_together(request: Testable) -> None:
 def _leave() -> None:
     """Wait for the others at exit. After a failure, give them time to report, then end the job."""
     global _has_ended  # noqa: PLW0603
-    if not any(lease.size > 1 for lease in _leases) or (_end is not None and _end.is_over()):
+    if not any(lease.size > 1 for lease in leases) or (_end is not None and _end.is_over()):
         return
     error = getattr(sys, "last_value", None)
     if _broken is None and error is None:
@@ -399,7 +374,7 @@ atexit.register(_leave)
 
 
 def _forked() -> None:
-    if _end is not None or _leases:
+    if _end is not None or leases:
         be_no_rank()
 
 

@@ -1,10 +1,9 @@
-"""Allgather, Iallgather and Iallgatherv."""
+"""Allgather and Iallgather."""
 
 # ruff: noqa: B023 - functions made in a loop are called in the same round of it
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from multi.mpi.reference import (
     ALL_DTYPES,
@@ -45,15 +44,9 @@ def test_large_counts_go_in_pieces(comm: Communicator) -> None:
         )
 
 
-def iallgatherv(comm: Communicator, x: Tensor) -> Tensor:
-    counts = [1 + s % 2 for s in range(comm.size)]
-    return comm.Iallgatherv((x * x)[:, : counts[comm.rank]], counts, 1).Wait()
-
-
 FUNCTIONS: dict[str, Differentiable] = {
     "Allgather": lambda comm, x: comm.Allgather(x * x, 0),
     "Iallgather": lambda comm, x: comm.Iallgather(x * x, 1).Wait(),
-    "Iallgatherv": iallgatherv,
 }
 
 

@@ -1,4 +1,4 @@
-"""Alltoallv and Ialltoallv."""
+"""Alltoallv."""
 
 from __future__ import annotations
 
@@ -34,9 +34,6 @@ def counts(comm: Communicator, step: int) -> list[int]:
 
 FUNCTIONS: dict[str, Differentiable] = {
     "Alltoallv": lambda comm, x: comm.Alltoallv(x * x, counts(comm, 1), 1),
-    "Ialltoallv": lambda comm, x: comm.Ialltoallv(
-        x * x, counts(comm, 1), counts(comm, -1), 1
-    ).Wait(),
 }
 
 

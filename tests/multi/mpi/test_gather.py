@@ -1,4 +1,4 @@
-"""Gather, Igather and Igatherv."""
+"""Gather and Igather."""
 
 # ruff: noqa: B023 - functions made in a loop are called in the same round of it
 from __future__ import annotations
@@ -47,15 +47,9 @@ def test_large_counts_go_in_pieces(comm: Communicator) -> None:
         )
 
 
-def igatherv(comm: Communicator, x: Tensor) -> Tensor:
-    counts = [1 + s % 2 for s in range(comm.size)]
-    return comm.Igatherv((x * x)[:, : counts[comm.rank]], counts, comm.size - 1, 1).Wait()
-
-
 FUNCTIONS: dict[str, Differentiable] = {
     "Gather": lambda comm, x: comm.Gather(x * x, 1, comm.size - 1),
     "Igather": lambda comm, x: comm.Igather(x * x, 1, 0).Wait(),
-    "Igatherv": igatherv,
 }
 
 

@@ -1,4 +1,4 @@
-"""Reduce_scatter, with equal parts too, Ireduce_scatter and Ireduce_scatterv."""
+"""Reduce_scatter, with equal parts too, and Ireduce_scatter."""
 
 # ruff: noqa: B023 - functions made in a loop are called in the same round of it
 from __future__ import annotations
@@ -56,12 +56,6 @@ def equal_parts(comm: Communicator, x: Tensor) -> Tensor:
     return torch.cat([x] * comm.size)
 
 
-def ireduce_scatterv(comm: Communicator, x: Tensor, op: mpi.Op, axis: int) -> Tensor:
-    counts = [1 + s % 2 for s in range(comm.size)]
-    wide = torch.cat([x * x] * comm.size, axis).narrow(axis, 0, sum(counts))
-    return comm.Ireduce_scatterv(wide, op, counts, axis).Wait()
-
-
 FUNCTIONS: dict[str, Differentiable] = {
     "Reduce_scatter": lambda comm, x: comm.Reduce_scatter(
         equal_parts(comm, x * x), mpi.MPI_SUM, 0, 2
@@ -75,8 +69,6 @@ FUNCTIONS: dict[str, Differentiable] = {
     "Ireduce_scatter PROD": lambda comm, x: comm.Ireduce_scatter(
         equal_parts(comm, x), mpi.MPI_PROD
     ).Wait(),
-    "Ireduce_scatterv": lambda comm, x: ireduce_scatterv(comm, x, mpi.MPI_SUM, 0),
-    "Ireduce_scatterv MIN": lambda comm, x: ireduce_scatterv(comm, x, mpi.MPI_MIN, 1),
 }
 
 

@@ -1,10 +1,9 @@
-"""Scatter, Iscatter and Iscatterv."""
+"""Scatter and Iscatter."""
 
 # ruff: noqa: B023 - functions made in a loop are called in the same round of it
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from multi.mpi.reference import (
     ALL_DTYPES,
@@ -48,16 +47,9 @@ def test_large_counts_go_in_pieces(comm: Communicator) -> None:
         )
 
 
-def iscatterv(comm: Communicator, x: Tensor) -> Tensor:
-    counts = [1 + s % 2 for s in range(comm.size)]
-    wide = torch.cat([x * x] * comm.size, 1)[:, : sum(counts)]
-    return comm.Iscatterv(wide, counts, comm.size - 1, 1).Wait()
-
-
 FUNCTIONS: dict[str, Differentiable] = {
     "Scatter": lambda comm, x: comm.Scatter(torch.cat([x * x] * comm.size, 1), 1, 2, comm.size - 1),
     "Iscatter": lambda comm, x: comm.Iscatter(torch.cat([x * x] * comm.size), 0, 0).Wait(),
-    "Iscatterv": iscatterv,
 }
 
 

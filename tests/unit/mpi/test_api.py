@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from torchrelay import mpi
 from torchrelay.compat import mpi4torch
@@ -43,6 +44,31 @@ def test_mpi4torch_names_give_the_same_functions() -> None:
     res2 = comm.Wait(mpi4torch.JoinDummiesHandle(handle, [res1]))
     mpi4torch.JoinDummies(res1, [res2]).sum().backward()
     assert x.grad is not None and x.grad.tolist() == [1.0] * 3
+
+
+def test_handles_of_collectives_take_dummies() -> None:
+    x = torch.ones(3, requires_grad=True)
+    handle = mpi.COMM_WORLD.Iallreduce(2 * x, mpi.MPI_SUM)
+    mpi.JoinDummiesHandle(handle, [x.sum()]).Wait().sum().backward()
+    assert x.grad is not None and x.grad.tolist() == [2.0] * 3
+
+
+def ring(comm: mpi4torch.MPI_Communicator, x: Tensor) -> Tensor:
+    handle = comm.Isend(x, 0, 0)
+    res1 = comm.Recv(mpi4torch.JoinDummies(torch.empty(3), [handle.dummy]), 0, 0)
+    res2 = comm.Wait(mpi4torch.JoinDummiesHandle(handle, [res1]))
+    total = comm.Allreduce(comm.Bcast_(res1 * 2, 0), mpi4torch.MPI_SUM)
+    return mpi4torch.JoinDummies(comm.Gather(total, 0, 0), [res2])
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script")
+def test_scripted_functions_take_communicators_of_mpi4torch() -> None:
+    script: Any = torch.jit.script
+    for function in (ring, script(ring)):
+        x = torch.ones(3, requires_grad=True)
+        y = function(mpi4torch.COMM_WORLD, x)
+        y.sum().backward()
+        assert x.grad is not None and (y.tolist(), x.grad.tolist()) == ([2.0] * 3, [2.0] * 3)
 
 
 def test_a_profiler_records_communications() -> None:
@@ -144,7 +170,8 @@ def test_a_timeout_of_a_private_group_names_the_setting(monkeypatch: pytest.Monk
     call = _wait.Named(mpi.COMM_WORLD, "Barrier()")
     with changed(grace_s=0.0), pytest.raises(OperationTimeoutError) as caught:
         _wait.finish(Late(), call)
-    assert str(caught.value).endswith("is it stuck? TORCHRELAY_MPI_TIMEOUT_S sets the time")
+    assert "rank 1 did not take part" in str(caught.value)
+    assert str(caught.value).endswith("TORCHRELAY_MPI_TIMEOUT_S sets the time")
 
 
 def test_overwritten_input_must_not_be_used_again() -> None:
