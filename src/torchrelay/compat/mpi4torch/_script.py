@@ -10,6 +10,7 @@ their order. A started communication is identified by a number.
 # mypy: disable-error-code="no-any-return,return-value,attr-defined"
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import warnings
 from collections.abc import Sequence
@@ -54,7 +55,7 @@ def _wait(dummy: Tensor, handle: int) -> Tensor:
     started = _started.pop(handle, None)
     if started is None:
         raise ArgumentError("Wait: this communication was already waited for")
-    return WaitHandle(started.transfer, dummy).Wait()
+    return dataclasses.replace(started, dummy=dummy).Wait()
 
 
 _library.impl("call", _call, "CompositeImplicitAutograd")
