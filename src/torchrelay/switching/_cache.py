@@ -99,10 +99,6 @@ class SharedCache(Resource):
 
         return cls(CudaMemory.open(descriptor, size_bytes, device, read_only=read_only))
 
-    @property
-    def regions(self) -> tuple[Region, ...]:
-        return tuple(self._regions)
-
     def describe(self, *, read_only: bool = False) -> dict[str, object]:
         """Return the JSON values that :meth:`from_descriptor` needs beside a descriptor."""
         read_only = read_only or self.read_only

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
+from typing import Any
 
 from torchrelay.config import Switching
 from torchrelay.errors import NotFoundError, TorchRelayError, UnavailableError
@@ -20,12 +21,23 @@ from torchrelay.switching._fleet import Fleet, WorkerProcess
 from torchrelay.switching._loop import Loop
 from torchrelay.switching._planner import Costs
 from torchrelay.switching._queue import Reply, Request, RequestQueue
-from torchrelay.switching._residency import Residency
+from torchrelay.switching._residency import Residency, Served
 from torchrelay.switching._scheduler import TrainingHandle, TrainingScheduler
-from torchrelay.switching._statistics import COUNTERS
 from torchrelay.switching._store import ModelStore, StoredModel
 
-__all__ = ["Daemon"]
+__all__ = ["COUNTERS", "Daemon"]
+
+#: What a switcher counts, and what each number means.
+COUNTERS = {
+    "served": "Requests answered",
+    "failed": "Requests that failed in a worker",
+    "rejected": "Requests refused: queue full, unknown model, shutting down",
+    "expired": "Requests cancelled or past their deadline while waiting",
+    "retried": "Requests run again because their worker died",
+    "copied_bytes": "Bytes copied to the arena",
+    "evicted_groups": "Groups evicted from the arena",
+    "prefetches": "Models copied ahead of their request",
+}
 
 _EXIT_S = 5.0  # how long workers may take to exit
 
@@ -73,7 +85,7 @@ class Daemon:
             self.queue.push(request)
         except TorchRelayError as error:
             self.counts["rejected"] += 1
-            self.dispatcher.fail(request, error)
+            self.dispatcher.fail([request], error)
 
     def forget(self, request: Request) -> None:
         """Remove a cancelled request."""
@@ -89,7 +101,7 @@ class Daemon:
             self.submit(request)
             self.dispatcher.start_next(self.training.pause)
             worker = self.dispatcher.worker
-            if worker is None or self.dispatcher.request is not request:
+            if worker is None or self.dispatcher.requests != [request]:
                 return None
             self.fleet.take_channel(worker)
             return worker
@@ -120,14 +132,14 @@ class Daemon:
         self.catalog.build()
         for request, error in self.queue.take_expired():
             self.counts["expired"] += 1
-            self.dispatcher.fail(request, error)
+            self.dispatcher.fail([request], error)
         self.fleet.replace_late()
         if self.fleet.broken is not None:
             self.catalog.fail_all(self.fleet.broken)
         self.dispatcher.start_next(self.training.pause)
-        if self.dispatcher.request is None and not self.queue and not self.is_draining:
+        if not self.dispatcher.requests and not self.queue and not self.is_draining:
             self.training.start_next()
-        if self.dispatcher.request is not None:
+        if self.dispatcher.requests:
             self._prefetch()
         return min(
             self.queue.next_deadline(),
@@ -170,7 +182,7 @@ class Daemon:
 
         def has_ended(event: Callable[[], None]) -> bool:
             self.loop.handle(event)
-            if self.dispatcher.request is request and self.dispatcher.worker is worker:
+            if self.dispatcher.requests == [request] and self.dispatcher.worker is worker:
                 return False
             self.fleet.return_channel(worker)
             return True
@@ -184,6 +196,73 @@ class Daemon:
         except BaseException:
             self.loop.post(lambda: self.fleet.return_channel(worker))
             raise
+
+    # --- for people and monitors: JSON values only
+
+    def status(self) -> dict[str, Any]:
+        """Return a snapshot."""
+        return {
+            "time": time.time(),
+            "device": str(self.fleet.cache.device),
+            "arena_bytes": self.residency.arena.size_bytes,
+            "blocks": [
+                {
+                    "offset": block.offset_bytes,
+                    "bytes": block.size_bytes,
+                    "model": block.model,
+                    "group": block.group,
+                }
+                for block in self.residency.arena.blocks()
+            ],
+            "models": [self._model(served) for _, served in sorted(self.catalog.models.items())],
+            "workers": [self._worker(worker) for worker in self.fleet],
+            "worker_deaths": self.fleet.deaths,
+            "queue": [
+                {
+                    "model": request.model,
+                    "priority": request.priority,
+                    "waiting_s": time.monotonic() - request.arrived,
+                    "client": request.client,
+                }
+                for request in self.queue
+            ],
+            "training": [_task(task) for task in [self.training.running] if task is not None],
+            "paused_training": [_task(task) for task in self.training.waiting],
+            "link": {
+                "bytes_per_s": self.catalog.costs.bytes_per_s,
+                "copy_overhead_s": self.catalog.costs.copy_overhead_s,
+                "seconds_copying": self.residency.seconds_copying,
+            },
+            "counts": dict(self.counts),
+            "switches": list(self.dispatcher.history)[::-1],
+        }
+
+    def _model(self, served: Served) -> dict[str, Any]:
+        name = served.name
+        state = "failed" if served.error else "ready" if served.ready.done() else "loading"
+        return {
+            "name": name,
+            "version": served.model.version,
+            "state": state,
+            "error": str(served.error) if served.error else "",
+            "bytes": served.model.size_bytes,
+            "groups": len(served.grouped.groups),
+            "resident": self.residency.is_resident(served),
+            "pinned": self.residency.arena.is_pinned(name),
+            "requests": dict(served.counts),
+            "seconds": {kind: dict(parts) for kind, parts in served.seconds.items()},
+        }
+
+    def _worker(self, worker: WorkerProcess) -> dict[str, Any]:
+        if not worker.ready:
+            state = "starting"
+        elif worker.loading:
+            state = "loading"
+        elif worker is self.dispatcher.worker:
+            state = "running"
+        else:
+            state = "training" if worker.request_id else "standby"
+        return {"pid": worker.pid, "state": state, "model": worker.last_model}
 
     # --- events
 
@@ -209,15 +288,18 @@ class Daemon:
     # --- the end
 
     def _is_drained(self, limit: float) -> bool:
-        busy = self.dispatcher.request or self.training.running or len(self.queue)
+        busy = self.dispatcher.requests or self.training.running or len(self.queue)
         return not busy or time.monotonic() >= limit
 
     def _end(self, error: UnavailableError) -> None:
         self._ended = error
-        is_busy = self.dispatcher.request is not None or self.training.running is not None
+        is_busy = self.dispatcher.requests or self.training.running is not None
         self.catalog.fail_all(error)
-        if self.dispatcher.request is not None:
-            self.dispatcher.fail(self.dispatcher.request, error)
+        self.dispatcher.fail(self.dispatcher.requests, error)
         self.training.fail_all(error)
         self.fleet.close(timeout_s=0.0 if is_busy else _EXIT_S)
         self.loop.stop()
+
+
+def _task(task: TrainingHandle) -> dict[str, Any]:
+    return {"task": task.name, "step": task.step, "steps": task.steps}

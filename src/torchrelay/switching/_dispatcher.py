@@ -1,15 +1,20 @@
-"""The request that runs: its start on a worker, and its result, loss or timeout."""
+"""The request that runs: its start on a worker, and its result, loss or timeout.
+
+Requests to a model with dynamic batching that differ in their first dimension only run as one.
+"""
 
 from __future__ import annotations
 
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable
-from concurrent.futures import Future
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import accumulate, pairwise
 from typing import Any
+
+import torch
 
 from torchrelay.config import Switching
 from torchrelay.errors import (
@@ -21,13 +26,13 @@ from torchrelay.errors import (
     from_json,
 )
 from torchrelay.switching import _messages
-from torchrelay.switching._batching import gather, merge, split, waits_until
 from torchrelay.switching._catalog import Catalog
 from torchrelay.switching._contract import align
 from torchrelay.switching._fleet import Fleet, WorkerProcess
 from torchrelay.switching._loop import Loop
-from torchrelay.switching._queue import Reply, Request, RequestQueue
+from torchrelay.switching._queue import Reply, Request, RequestQueue, new_id
 from torchrelay.switching._residency import Pinned, Residency, Served
+from torchrelay.switching._store import StoredModel
 
 __all__ = ["Dispatcher"]
 
@@ -37,9 +42,10 @@ _HISTORY = 100
 
 @dataclass(eq=False)
 class _Run:
-    """A request on a worker."""
+    """A request, or a batch of them, on a worker."""
 
-    request: Request
+    run_id: int
+    requests: list[Request]
     worker: WorkerProcess
     served: Served
     copied_bytes: int
@@ -69,9 +75,9 @@ class Dispatcher:
         self.residency.on_failed = self._on_copy_failed
 
     @property
-    def request(self) -> Request | None:
+    def requests(self) -> list[Request]:
         """What runs."""
-        return self._run.request if self._run is not None else None
+        return self._run.requests if self._run is not None else []
 
     @property
     def worker(self) -> WorkerProcess | None:
@@ -81,7 +87,7 @@ class Dispatcher:
     @property
     def model(self) -> str:
         """The model of the request that runs, or ""."""
-        return self._run.request.model if self._run is not None else ""
+        return self._run.served.name if self._run is not None else ""
 
     def start_next(self, pause_training: Callable[[], None]) -> None:
         """Start the first request that can run, if none does and a worker and space are free."""
@@ -94,7 +100,7 @@ class Dispatcher:
                 request.is_profile or served.ready.done()
             ):
                 continue
-            batch = self._gather(request, served)
+            batch = self._batch(request, served)
             if not batch:
                 continue
             worker = self.fleet.idle(request.model)
@@ -111,24 +117,23 @@ class Dispatcher:
                 if one.future.running() or one.future.set_running_or_notify_cancel():
                     running.append(one)
             if running:
-                self._start(self._merged(running), served, worker, pinned)
+                self._start(running, served, worker, pinned)
                 return
             self.residency.unpin(request.model)
 
-    def fail(self, request: Request, error: TorchRelayError) -> None:
-        """Set the request's error, unless it has a result or was cancelled.
+    def fail(self, requests: list[Request], error: TorchRelayError) -> None:
+        """Set the error of a request, unless it has a result or was cancelled.
 
         The requests of a batch run again, each alone.
         """
         ends = isinstance(error, UnavailableError | NotFoundError)
-        if request.parts and not ends and request.model in self.catalog.models:
-            for part in request.parts:
-                if not part.is_alone:  # of two failures of one run, the first counts
-                    part.is_alone = True
-                    self.queue.push_back(part)
-            return
-        for one in request.parts or (request,):
-            self.loop.later(partial(one.fail, error))
+        splits = len(requests) > 1 and not ends and requests[0].model in self.catalog.models
+        for one in requests:
+            if not splits:
+                self.loop.later(partial(one.fail, error))
+            elif not one.is_alone:  # of two failures of one run, the first counts
+                one.is_alone = True
+                self.queue.push_back(one)
 
     # --- events
 
@@ -136,117 +141,115 @@ class Dispatcher:
         """Pass on that a group of a model is in place."""
         if self._run is not None and self.model == model:
             self._run.first_group = self._run.first_group or time.monotonic()
-            self._run.worker.send(_messages.Arrived(self._run.request.request_id, group))
+            self._run.worker.send(_messages.Arrived(self._run.run_id, group))
 
     def _on_copy_failed(self, model: str, error: Exception) -> None:
         """Fail the request whose model could not be copied."""
         if self._run is not None and self.model == model:
             text = f"copying model {model!r} to the arena failed: {error}"
-            self.fail(self._run.request, SegmentError(text))
-            self._run.worker.send(_messages.Stop(self._run.request.request_id))
+            self.fail(self._run.requests, SegmentError(text))
+            self._run.worker.send(_messages.Stop(self._run.run_id))
 
     def on_message(self, message: object) -> None:
-        """Complete the request that runs."""
+        """Complete what runs."""
         run = self._ended()
-        run.worker.last_model = run.request.model
+        run.worker.last_model = run.served.name
         run.worker.release()
+        is_profile = run.requests[0].is_profile
         if isinstance(message, _messages.Failed):
-            self.counts["failed"] += not (run.request.is_profile or run.request.parts)
-            self.fail(run.request, from_json(message.error, ModelError))
+            self.counts["failed"] += not is_profile and len(run.requests) == 1
+            self.fail(run.requests, from_json(message.error, ModelError))
         elif isinstance(message, _messages.Result):
             try:
-                result = message.profile if run.request.is_profile else self._reply(run, message)
+                result = message.profile if is_profile else self._reply(run, message)
             except Exception as error:  # a failure of one request must not end the others
-                text = f"the reply of model {run.request.model!r} could not be read: {error}"
-                self.fail(run.request, UnavailableError(text))
+                text = f"the reply of model {run.served.name!r} could not be read: {error}"
+                self.fail(run.requests, UnavailableError(text))
             else:
-                self.loop.later(lambda: run.request.succeed(result))
+                self.loop.later(partial(_answer, run.requests, result))
 
     def on_lost(self, worker: WorkerProcess) -> None:
-        """Run the request again whose worker has died, or fail it."""
+        """Run the requests again whose worker has died, or fail them."""
         if self.worker is not worker:
             return
         run = self._ended()
-        request = run.request
+        request, is_batch = run.requests[0], len(run.requests) > 1
         if worker.broke_memory and run.overlaps:
             # It may have read weights without operators before they arrived.
             run.served.runs_whole = True
-        elif worker.buffers.current.started == request.request_id:
+        elif worker.buffers.current.started == run.run_id and not is_batch:
             # A worker that dies before it starts the request costs the request no attempt.
             request.attempts += 1
-        can_retry = request.attempts < _MAX_ATTEMPTS and not worker.is_late
-        if can_retry and request.model in self.catalog.models and not request.parts:
+        can_retry = request.attempts < _MAX_ATTEMPTS and not worker.is_late and not is_batch
+        if can_retry and request.model in self.catalog.models:
             self.counts["retried"] += 1
             self.queue.push_back(request)
             return
-        self.counts["failed"] += not (request.is_profile or request.parts)
+        self.counts["failed"] += not (request.is_profile or is_batch)
         did = f"ran model {request.model!r}; tried {request.attempts} times"
-        self.fail(request, worker.loss(did))
+        self.fail(run.requests, worker.loss(did))
 
-    def _gather(self, request: Request, served: Served) -> list[Request]:
+    def _batch(self, request: Request, served: Served) -> list[Request]:
         """Return the requests to run with `request`; none while more may join them."""
         if served.model.max_batch_size < 2:
             return [request]
-        batch = gather(request, self.queue, served.model, self.options.request_bytes)
-        until = waits_until(batch, served.model)
+        batch = _gather(request, self.queue, served.model, self.options.request_bytes)
+        until = _waits_until(batch, served.model)
         if time.monotonic() >= until or not self.fills_batches:
             return batch
         self.batch_starts_at = min(self.batch_starts_at, until)
         return []
 
-    def _merged(self, requests: list[Request]) -> Request:
-        if len(requests) == 1:
-            return requests[0]
-        batch = merge(requests)
-        batch.future.set_running_or_notify_cancel()
-        batch.future.add_done_callback(lambda future: _split(batch.parts, future))
-        return batch
-
     def _start(
-        self, request: Request, served: Served, worker: WorkerProcess, pinned: Pinned
+        self, requests: list[Request], served: Served, worker: WorkerProcess, pinned: Pinned
     ) -> None:
         self.batch_starts_at = math.inf
         now = time.monotonic()
-        overlaps = (bool(pinned.missing) or request.is_profile) and not served.runs_whole
+        is_profile, inputs = requests[0].is_profile, _merged_inputs(requests)
+        overlaps = (bool(pinned.missing) or is_profile) and not served.runs_whole
         first_group = 0.0 if pinned.missing else now
-        self._run = _Run(request, worker, served, pinned.copied_bytes, overlaps, now, first_group)
-        worker.request_id = request.request_id
+        worker.request_id = run_id = new_id()
+        copied_bytes = pinned.copied_bytes
+        self._run = _Run(run_id, requests, worker, served, copied_bytes, overlaps, now, first_group)
         worker.expect_answer(self.options.run_timeout_s)
-        if worker.loaded.get(request.model) != served.key:
+        if worker.loaded.get(served.name) != served.key:
             self.catalog.send_build(worker, served)
         message = _messages.Run(
-            request.request_id,
-            request.model,
+            run_id,
+            served.name,
             pinned.offsets,
             pinned.missing,
             whole=served.runs_whole,
             buffer=worker.buffers.index,
-            inputs=worker.buffers.current.write(request.inputs, 0),
-            outputs_at=sum(align(tensor.nbytes) for tensor in request.inputs.values()),
-            is_profile=request.is_profile,
+            inputs=worker.buffers.current.write(inputs, 0),
+            outputs_at=sum(align(tensor.nbytes) for tensor in inputs.values()),
+            is_profile=is_profile,
         )
         worker.send(message)
 
     def _ended(self) -> _Run:
         run, self._run = self._run, None
         assert run is not None
-        self.residency.unpin(run.request.model)
+        self.residency.unpin(run.served.name)
         return run
 
     def _reply(self, run: _Run, result: _messages.Result) -> Reply:
         reply = Reply(
-            run.request.model,
+            run.served.name,
             run.served.model.version,
             run.worker.buffers.take(result.outputs),
-            queue_s=run.started - run.request.arrived,
+            queue_s=run.started - run.requests[0].arrived,
             switch_s=run.first_group - run.started + result.bind_s,
             compute_s=result.compute_s,
             copied_bytes=run.copied_bytes,
         )
         total_s = time.monotonic() - run.started
-        requests = len(run.request.parts) or 1
+        requests = len(run.requests)
         run.served.counts[reply.kind] += requests
-        run.served.seconds[reply.kind] += total_s
+        seconds: Any = run.served.seconds[reply.kind]
+        seconds["queue"] += sum(run.started - one.arrived for one in run.requests)
+        seconds["switch"] += requests * reply.switch_s
+        seconds["compute"] += requests * reply.compute_s
         self.counts["served"] += requests
         self.history.append(
             {
@@ -265,11 +268,85 @@ class Dispatcher:
         return reply
 
 
-def _split(parts: tuple[Request, ...], future: Future[Reply]) -> None:
-    """Answer the requests of a batch."""
+def _gather(
+    first: Request, waiting: Iterable[Request], model: StoredModel, limit_bytes: int
+) -> list[Request]:
+    """Return `first` and those of the `waiting` requests that can run together with it.
+
+    Args:
+        limit_bytes: what the inputs may take.
+    """
+    batch, rows, size_bytes = [first], first.rows, _size_bytes(first)
+    if not _can_join(first):
+        return batch
+    for one in waiting:
+        joins = one is not first and one.model == first.model and _can_join(one)
+        if not joins or one.shape != first.shape:
+            continue
+        if rows + one.rows <= model.max_batch_size and size_bytes + _size_bytes(one) <= limit_bytes:
+            batch.append(one)
+            rows, size_bytes = rows + one.rows, size_bytes + _size_bytes(one)
+    return batch
+
+
+def _waits_until(batch: Sequence[Request], model: StoredModel) -> float:
+    """Return when `batch` starts at the latest, for more requests to join it; at once if it is
+    full, or if one would miss its deadline.
+    """
+    oldest = min(request.arrived for request in batch)
+    until = oldest + model.max_delay_us * 1e-6
+    is_full = sum(request.rows for request in batch) >= model.max_batch_size
+    is_urgent = min(request.deadline for request in batch) <= until
+    return -math.inf if is_full or is_urgent or not _can_join(batch[0]) else until
+
+
+def _merged_inputs(parts: Sequence[Request]) -> dict[str, torch.Tensor]:
+    """Return the inputs of a run of `parts`."""
+    if len(parts) == 1:
+        return parts[0].inputs
+    return {name: torch.cat([one.inputs[name] for one in parts]) for name in parts[0].inputs}
+
+
+def _split(reply: Reply, parts: Sequence[Request]) -> list[Reply]:
+    """Return the reply of each part.
+
+    Raises:
+        ModelError: an output has another first dimension than the inputs.
+    """
+    ends = list(accumulate((part.rows for part in parts), initial=0))
+    for name, output in reply.outputs.items():
+        if not output.dim() or len(output) != ends[-1]:
+            raise ModelError(
+                f"output {name!r} of model {reply.model!r} has the shape {tuple(output.shape)} for "
+                f"a batch of {ends[-1]}, and cannot be split; serve the model without "
+                "max_batch_size"
+            )
+    started = time.monotonic() - reply.switch_s - reply.compute_s
+    return [
+        replace(
+            reply,
+            outputs={name: output[start:end] for name, output in reply.outputs.items()},
+            queue_s=max(0.0, started - part.arrived),
+        )
+        for part, (start, end) in zip(parts, pairwise(ends), strict=True)
+    ]
+
+
+def _can_join(request: Request) -> bool:
+    return bool(request.rows) and not (request.is_alone or request.is_profile)
+
+
+def _size_bytes(request: Request) -> int:
+    return sum(align(tensor.nbytes) for tensor in request.inputs.values())
+
+
+def _answer(requests: list[Request], result: Any) -> None:
+    """Set the results of what ran together."""
     try:
-        for part, reply in zip(parts, split(future.result(), parts), strict=True):
-            part.succeed(reply)
-    except TorchRelayError as error:
-        for part in parts:
-            part.fail(error)
+        results = _split(result, requests) if len(requests) > 1 else [result]
+    except ModelError as error:
+        for request in requests:
+            request.fail(error)
+    else:
+        for request, one in zip(requests, results, strict=True):
+            request.succeed(one)

@@ -1,4 +1,6 @@
-"""Names for functions that build models, so that another process can call them."""
+"""Names for functions that build models, so that another process can call them from the same random
+states.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ import importlib
 import importlib.util
 import inspect
 import json
+import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -15,13 +18,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 
 from torchrelay.errors import ArgumentError, DeferredError, ModelError, UnsupportedError
 from torchrelay.switching._layout import named_tensors
-from torchrelay.switching._random import seeded
 
-__all__ = ["Factory", "hidden_tensors"]
+__all__ = ["Factory", "hidden_tensors", "random_state", "restore_random", "seed_random"]
 
 
 @dataclass(frozen=True)
@@ -91,7 +94,7 @@ class Factory:
     @contextlib.contextmanager
     def _calling(self) -> Iterator[None]:
         """Set the seed; turn what the function raises into a ModelError."""
-        with seeded(self.seed):
+        with _seeded(self.seed):
             try:
                 yield
             except (Exception, SystemExit) as error:
@@ -200,3 +203,42 @@ def hidden_tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:
             found.append(value.__self__)
         elif not inspect.isroutine(value) and not type(value).__module__.startswith("torch._"):
             found += getattr(value, "__dict__", {}).values()
+
+
+@contextlib.contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Seed the generators for the block, and restore their states after it."""
+    state = random_state()
+    seed_random(seed)
+    try:
+        yield
+    finally:
+        restore_random(state)
+
+
+def seed_random(seed: int) -> None:
+    """Seed the generators."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % (1 << 32))
+
+
+def random_state() -> dict[str, Any]:
+    """Return the states as values that `torch.load(weights_only=True)` reads: no arrays."""
+    of_numpy: Any = np.random.get_state(legacy=False)
+    of_numpy["state"]["key"] = torch.from_numpy(of_numpy["state"]["key"])
+    state = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": of_numpy}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        state["cuda"] = torch.cuda.get_rng_state_all()
+    return state
+
+
+def restore_random(state: dict[str, Any]) -> None:
+    """Restore what :func:`random_state` returned."""
+    torch.set_rng_state(state["torch"])
+    random.setstate(state["python"])
+    of_numpy = state["numpy"]
+    words = {**of_numpy["state"], "key": of_numpy["state"]["key"].numpy()}
+    np.random.set_state({**of_numpy, "state": words})
+    if "cuda" in state:
+        torch.cuda.set_rng_state_all(state["cuda"])

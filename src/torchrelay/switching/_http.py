@@ -92,6 +92,7 @@ class Application:
         self._max_bytes = settings.request_bytes + _HEADER_BYTES
         self._free_bytes = _BODIES * self._max_bytes
         self._metrics = Metrics(switcher)
+        self._outputs: dict[tuple[str, int], list[dict[str, Any]]] = {}
         self._loading = {name: asyncio.Lock() for name in entries}
         self._page = Path(__file__).with_name("status.html").read_text()
         model = "/v2/models/(?P<name>[^/]+)(?:/versions/(?P<version>[^/]+))?"
@@ -175,7 +176,8 @@ class Application:
                 "versions": [str(model.version)],
                 "platform": "pytorch_torchrelay",
                 "inputs": inputs,
-                "outputs": self._metrics.outputs_of(model.name, model.version),
+                # Known from the first reply on.
+                "outputs": self._outputs.get((model.name, model.version), []),
             }
         )
 
@@ -189,7 +191,11 @@ class Application:
         future = self._switcher.submit(name, inputs, copy=False, **options)
         reply = await _reply(request.scope, future)
         outputs, binary = _outputs(header, reply)
-        self._metrics.observe(reply)
+        if (reply.model, reply.version) not in self._outputs:
+            self._outputs[reply.model, reply.version] = [
+                {"name": key, "datatype": datatype_of(value.dtype), "shape": [-1] * value.dim()}
+                for key, value in reply.outputs.items()
+            ]
         return _reply_response(header.get("id"), outputs, binary, reply)
 
     async def index(self, request: Request) -> Response:

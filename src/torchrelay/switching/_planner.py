@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
@@ -143,8 +143,6 @@ class Grouped:
         """Return (storage, offset in bytes from the start of the group) for the storages of
         `group`.
         """
-        places, offset = [], 0
-        for storage in self.groups[group]:
-            places.append((storage, offset))
-            offset += align(self.layout.storages[storage])
-        return places
+        storages = self.groups[group]
+        sizes = (align(self.layout.storages[one]) for one in storages)
+        return list(zip(storages, accumulate(sizes, initial=0), strict=False))

@@ -61,7 +61,6 @@ class Request:
     request_id: int = field(default_factory=new_id)
     attempts: int = 0
     arrived: float = field(default_factory=time.monotonic)
-    parts: tuple[Request, ...] = ()  # of a batch: the requests in it
     is_alone: bool = False  # runs in no batch (again)
 
     @property

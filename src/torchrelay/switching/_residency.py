@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import queue
-import threading
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -42,8 +40,9 @@ class Served:
     regroup: Grouped | None = None  # applied once no copy or request uses the old groups
     runs_whole: bool = False  # requests start when all groups have arrived
     error: TorchRelayError | None = None
-    seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    # Of the replies so far, by kind: how many, and the seconds of their parts.
     counts: Counter[str] = field(default_factory=Counter)
+    seconds: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     _copies: dict[int, list[Copy]] = field(default_factory=dict)
 
     @property
@@ -128,9 +127,7 @@ class Residency:
         self._link = link
         self._counts = counts
         self._copies: dict[str, _CopyJob] = {}
-        self._jobs: queue.SimpleQueue[_CopyJob | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="torchrelay-copier", daemon=True)
-        self._thread.start()
+        self._copier = ThreadPoolExecutor(1, "torchrelay-copier")
 
     @property
     def is_copying(self) -> bool:
@@ -165,7 +162,7 @@ class Residency:
             job = self._copies[name] = _CopyJob(name, groups, list(groups))
             copied_bytes = sum(copy.source.numel() for copies in groups.values() for copy in copies)
             self._counts["copied_bytes"] += copied_bytes
-            self._jobs.put(job)
+            self._copier.submit(self._run, job)
         return Pinned(placement.offsets, list(job.pending) if job else [], copied_bytes)
 
     def unpin(self, name: str) -> None:
@@ -193,22 +190,20 @@ class Residency:
     def close(self) -> None:
         """Stop all copies and close the link, without the lock. Blocks for the group on it."""
         self.cancel_copies()
-        self._jobs.put(None)
-        self._thread.join()
+        self._copier.shutdown()
         self._link.close()
 
     # --- in the copier's thread
 
-    def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            error: Exception | None = None
-            start = time.perf_counter()
-            try:
-                self._copy(job)
-            except Exception as caught:  # the daemon reports it; this thread goes on
-                error = caught
-            seconds = time.perf_counter() - start
-            self._loop.post(partial(self._ended, job, error, seconds))
+    def _run(self, job: _CopyJob) -> None:
+        error: Exception | None = None
+        start = time.perf_counter()
+        try:
+            self._copy(job)
+        except Exception as caught:  # the daemon reports it
+            error = caught
+        seconds = time.perf_counter() - start
+        self._loop.post(partial(self._ended, job, error, seconds))
 
     def _copy(self, job: _CopyJob) -> None:
         started: deque[tuple[int, Callable[[], None]]] = deque()

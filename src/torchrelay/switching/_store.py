@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -42,16 +43,15 @@ class InputSpec:
     example: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        if any(type(size) is not int or size < -1 for size in self.shape):
-            raise ArgumentError(
-                f"input {self.name!r} has the shape {self.shape}: each size must be an integer of "
-                "at least 0, or -1 for any size"
-            )
-        if any(type(size) is not int or size < 0 for size in self.example_shape):
-            raise ArgumentError(
-                f"input {self.name!r} has the example {self.example}: each size must be an "
-                "integer of at least 0"
-            )
+        for what, sizes, least in (
+            ("shape", self.shape, -1),
+            ("example", self.example_shape, 0),
+        ):
+            if any(type(size) is not int or size < least for size in sizes):
+                raise ArgumentError(
+                    f"input {self.name!r} has the {what} {sizes}: each size must be an integer of "
+                    "at least 0, or -1 in the shape for any size"
+                )
         if not self._fits(self.example_shape):
             raise ArgumentError(
                 f"input {self.name!r}: the example {self.example} does not fit the shape "
@@ -210,10 +210,7 @@ class ModelStore(Resource):
         layout, storages = layout_of(module)
         if weights is not None:
             _check_hidden(name, module, storages)
-        offsets, end_bytes = [], 0
-        for size_bytes in layout.storages:
-            offsets.append(end_bytes)
-            end_bytes += align(size_bytes)
+        *offsets, end_bytes = accumulate(map(align, layout.storages), initial=0)
         segment = Segment.create(max(end_bytes, 1), f"torchrelay-model-{name}"[:200])
         with self._lock:
             version = self._versions[name] = self._versions.get(name, 0) + 1

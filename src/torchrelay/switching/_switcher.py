@@ -24,7 +24,6 @@ from torchrelay.switching._host import HostLink
 from torchrelay.switching._planner import measure_link
 from torchrelay.switching._queue import Reply, Request
 from torchrelay.switching._scheduler import TrainingHandle
-from torchrelay.switching._statistics import status
 from torchrelay.switching._store import ModelStore
 from torchrelay.switching._tensors import check_tensors
 
@@ -248,7 +247,7 @@ class Switcher(Resource):
 
     def status(self) -> dict[str, Any]:
         """Return the resident models, and queued, running and finished requests, as JSON values."""
-        return self._daemon.loop.call(lambda: status(self._daemon, self._cache))
+        return self._daemon.loop.call(self._daemon.status)
 
     def close(self, grace_s: float = 10.0) -> None:
         """Finish what is queued, for at most `grace_s`, then end the workers and free the arena.

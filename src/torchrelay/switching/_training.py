@@ -10,8 +10,8 @@ import torch
 
 from torchrelay._helper import Channel
 from torchrelay.errors import ArgumentError, ModelError
+from torchrelay.switching._factory import random_state, restore_random, seed_random
 from torchrelay.switching._messages import Saved, Train
-from torchrelay.switching._random import random_state, restore_random, seed_random
 
 __all__ = ["TrainingTask", "read_state", "run"]
 
