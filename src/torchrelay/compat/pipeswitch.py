@@ -1,9 +1,9 @@
 """PipeSwitch's six functions over :class:`torchrelay.switching.SharedCache`.
 
 ``torchrelay.compat.install("pipeswitch")`` puts them on `torch.cuda`, where PipeSwitch's patch had
-them. Without arguments, sizes, device and address come from the settings
-``TORCHRELAY_SWITCHING_DEVICE``, ``TORCHRELAY_SWITCHING_ARENA_BYTES`` and
-``TORCHRELAY_PIPESWITCH_*``. A process has one shared cache, as in the original.
+them. As there, they take no arguments, and a process has one shared cache. Sizes, device and
+address come from the settings ``TORCHRELAY_SWITCHING_DEVICE``,
+``TORCHRELAY_SWITCHING_ARENA_BYTES`` and ``TORCHRELAY_PIPESWITCH_*``.
 
 Unlike the patch, this does not change torch's allocator: the two insert functions return a
 :class:`~torchrelay.switching.Region`, into which ``region.put(model)`` places a model.
@@ -38,56 +38,44 @@ class _Process:
     cache: SharedCache | None = None
 
 
-def allocate_shared_cache(size_bytes: int | None = None, device: str | None = None) -> SharedCache:
-    """Allocate this process's shared cache.
-
-    Args:
-        size_bytes: default: the setting ``arena_bytes``.
-        device: default: the setting ``device``.
+def allocate_shared_cache() -> SharedCache:
+    """Allocate this process's shared cache: of the setting ``arena_bytes``, on ``device``.
 
     Raises:
         ArgumentError: this process has one already.
     """
     _check_none()
     settings = config.load(config.Switching)
-    _Process.cache = SharedCache.allocate(
-        size_bytes or settings.arena_bytes, device or settings.device
-    )
+    _Process.cache = SharedCache.allocate(settings.arena_bytes, settings.device)
     return _Process.cache
 
 
-def send_shared_cache(address: str | Path | None = None) -> None:
+def send_shared_cache() -> None:
     """Send the cache to one process that calls :func:`recv_shared_cache`; blocks until it has
     it.
     """
-    _cache("send").send(
-        address or _default_address(), timeout_s=config.load(config.PipeSwitch).timeout_s
-    )
+    _cache("send").send(_address(), timeout_s=config.load(config.PipeSwitch).timeout_s)
 
 
-def recv_shared_cache(address: str | Path | None = None) -> SharedCache:
+def recv_shared_cache() -> SharedCache:
     """Map the cache that another process sends; blocks until it does."""
     _check_none()
     timeout_s = config.load(config.PipeSwitch).timeout_s
-    _Process.cache = SharedCache.recv(address or _default_address(), timeout_s=timeout_s)
+    _Process.cache = SharedCache.recv(_address(), timeout_s=timeout_s)
     return _Process.cache
 
 
-def insert_shared_cache_for_parameter(
-    size_bytes: int | None = None, offset_bytes: int = 0
-) -> Region:
-    """Use the start of the cache for parameters; default: the setting ``parameter_bytes``."""
+def insert_shared_cache_for_parameter() -> Region:
+    """Use the start of the cache for parameters; its size is the setting ``parameter_bytes``."""
     cache = _cache("insert")
-    return cache.insert_for_parameter(size_bytes or _parameter_bytes(cache), offset_bytes)
+    return cache.insert_for_parameter(_parameter_bytes(cache))
 
 
-def insert_shared_cache_for_computation(
-    size_bytes: int | None = None, offset_bytes: int | None = None
-) -> Region:
+def insert_shared_cache_for_computation() -> Region:
     """Use the rest of the cache, behind the parameters, for intermediate results."""
     cache = _cache("insert")
-    offset_bytes = _parameter_bytes(cache) if offset_bytes is None else offset_bytes
-    return cache.insert_for_computation(size_bytes or cache.size_bytes - offset_bytes, offset_bytes)
+    start = _parameter_bytes(cache)
+    return cache.insert_for_computation(cache.size_bytes - start, start)
 
 
 def clear_shared_cache() -> None:
@@ -127,14 +115,14 @@ def _check_none() -> None:
 
 
 def _parameter_bytes(cache: SharedCache) -> int:
-    """The setting, or a quarter of a cache that is too small for it; whole granules of 512
+    """Return the setting, or a quarter of a cache that is too small for it; whole granules of 512
     bytes.
     """
     wanted = config.load(config.PipeSwitch).parameter_bytes
     return wanted if wanted < cache.size_bytes else cache.size_bytes // 4 // 512 * 512
 
 
-def _default_address() -> Path:
+def _address() -> Path:
     configured = config.load(config.PipeSwitch).socket
     if configured:
         return Path(configured)

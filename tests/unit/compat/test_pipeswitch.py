@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -84,14 +85,23 @@ for call in (torch.cuda.send_shared_cache, torch.cuda.clear_shared_cache,
              torch.cuda.insert_shared_cache_for_parameter,
              torch.cuda.insert_shared_cache_for_computation):
     refused(call)
-torch.cuda.allocate_shared_cache(1 << 20, "cpu")
+torch.cuda.allocate_shared_cache()
 refused(torch.cuda.allocate_shared_cache)
 refused(torch.cuda.recv_shared_cache)
 torch.cuda.send_shared_cache = print
 refused(install, "pipeswitch")
 """
+    settings = {
+        "TORCHRELAY_SWITCHING_ARENA_BYTES": str(1 << 20),
+        "TORCHRELAY_SWITCHING_DEVICE": "cpu",
+    }
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=100
+        [sys.executable, "-c", program],
+        env={**os.environ, **settings},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
     )
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
