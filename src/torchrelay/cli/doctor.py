@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import platform
 import re
@@ -11,7 +12,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -48,8 +49,7 @@ class Finding:
     advice: str = ""
 
 
-def _torch() -> Finding | str:
-    import torch  # noqa: PLC0415 - doctor must be able to say that torch does not import
+def _torch(torch: Any) -> Finding | str:
     from torch.torch_version import TorchVersion  # noqa: PLC0415
 
     needed = next(text for text in metadata.requires("torchrelay") or () if text[:5] == "torch")
@@ -60,7 +60,7 @@ def _torch() -> Finding | str:
     return found if is_tested else Finding("torch", "limited", found, f"tested with {needed}")
 
 
-def _native() -> str:
+def _native(_: Any) -> str:
     from torchrelay.buffers import Segment  # noqa: PLC0415
 
     segment = Segment.create(1 << 12)
@@ -68,12 +68,10 @@ def _native() -> str:
     return f"native core {__version__}, segments attach by address"
 
 
-def _aggregation() -> str:
-    import torch  # noqa: PLC0415
-    import torch.distributed as dist  # noqa: PLC0415
-
+def _aggregation(torch: Any) -> str:
     import torchrelay.aggregation  # noqa: F401, PLC0415
 
+    dist = torch.distributed
     dist.init_process_group("sml", store=dist.HashStore(), rank=0, world_size=1)
     try:
         total = torch.ones(3)
@@ -84,9 +82,7 @@ def _aggregation() -> str:
     return "a group of one rank sums over sml"
 
 
-def _deferred() -> str:
-    import torch  # noqa: PLC0415
-
+def _deferred(torch: Any) -> str:
     from torchrelay.deferred import deferred_init, materialize_module  # noqa: PLC0415
 
     torch.manual_seed(0)
@@ -97,9 +93,7 @@ def _deferred() -> str:
     return "a module is materialised as eager"
 
 
-def _checkpoint() -> str:
-    import torch  # noqa: PLC0415
-
+def _checkpoint(torch: Any) -> str:
     from torchrelay.checkpoint import load, save  # noqa: PLC0415
 
     with tempfile.TemporaryDirectory() as folder:
@@ -110,9 +104,7 @@ def _checkpoint() -> str:
     return "a tensor is saved and loaded"
 
 
-def _parameters() -> str:
-    import torch  # noqa: PLC0415
-
+def _parameters(torch: Any) -> str:
     from torchrelay.parameters import Table  # noqa: PLC0415
 
     keys = torch.tensor([1])
@@ -122,7 +114,7 @@ def _parameters() -> str:
     return "a table of one node is written and read"
 
 
-def _switching() -> str:
+def _switching(_: Any) -> str:
     from torchrelay.switching import SharedCache  # noqa: PLC0415
 
     with SharedCache.allocate(1 << 12, "cpu"):
@@ -130,9 +122,7 @@ def _switching() -> str:
     return "a shared cache is allocated"
 
 
-def _training() -> str:
-    import torch  # noqa: PLC0415
-
+def _training(torch: Any) -> str:
     from torchrelay.training import AnyPrecisionAdamW  # noqa: PLC0415
 
     weight = torch.nn.Parameter(torch.ones(2))
@@ -142,16 +132,14 @@ def _training() -> str:
     return "an optimizer steps"
 
 
-def _encryption() -> str:
+def _encryption(_: Any) -> str:
     from torchrelay import transport  # noqa: PLC0415
 
     transport.encryption(bytes(32))
     return transport.libssl_path()
 
 
-def _mpi() -> str:
-    import torch  # noqa: PLC0415
-
+def _mpi(torch: Any) -> str:
     from torchrelay import mpi  # noqa: PLC0415
 
     x = torch.ones(2, requires_grad=True)
@@ -171,9 +159,8 @@ def _mpi_library() -> str:
     return MPI.Get_library_version().split(",")[0].strip("\x00 \n")
 
 
-# Each returns what it found, or raises.
-_CHECKS: dict[str, Callable[[], Finding | str]] = {
-    "Python": platform.python_version,
+# Each takes torch, whose import may fail, too; it returns what it found, or raises.
+_CHECKS: dict[str, Callable[[Any], Finding | str]] = {
     "torch": _torch,
     "shared memory": _native,
     "aggregation": _aggregation,
@@ -215,9 +202,10 @@ def _version(package: str) -> str:
 
 def examine() -> Iterator[Finding]:
     """Run all checks. A check that raises is a finding."""
+    yield Finding("Python", "ok", platform.python_version())
     for subject, check in _CHECKS.items():
         try:
-            found = check()
+            found = check(importlib.import_module("torch"))
         except TorchRelayError as error:
             found = Finding(subject, "missing", str(error))
         except Exception as error:  # whatever it is, the other checks must still be seen

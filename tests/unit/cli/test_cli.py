@@ -95,15 +95,15 @@ def test_doctor_survives_a_broken_check(monkeypatch: pytest.MonkeyPatch) -> None
 
     module = sys.modules[command.__module__]
 
-    def broken() -> str:
+    def broken(_: object) -> str:
         raise ZeroDivisionError("oops")
 
-    def unavailable() -> str:
+    def unavailable(_: object) -> str:
         raise UnavailableError("it needs a library")
 
-    checks = {"first": broken, "second": unavailable, "third": lambda: "here"}
+    checks = {"first": broken, "second": unavailable, "third": lambda _: "here"}
     monkeypatch.setattr(module, "_CHECKS", checks)
-    first, second, third, *_ = module.examine()
+    _, first, second, third, *_ = module.examine()
     assert first.status == "missing" and "ZeroDivisionError: oops" in first.found
     assert second == module.Finding("second", "missing", "it needs a library")
     assert third == module.Finding("third", "ok", "here")
