@@ -194,11 +194,6 @@ class Storage:
             self._history = weakref.ref(history)
         return history
 
-    def has_memory(self) -> bool:
-        """Return whether anything still holds memory of it."""
-        history = None if self._history is None else self._history()
-        return history is not None and history.real is not None
-
     def keep_record(self, history: History) -> StorageRecord:
         """Return the record, without its memory; :meth:`history` finds it while it is held."""
         if self._record is None:

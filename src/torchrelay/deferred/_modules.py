@@ -113,12 +113,11 @@ def find_escapes() -> tuple[list[tuple[str, FakeTensor]], list[FakeTensor]]:
 
 def _alive(lives: set[int]) -> list[FakeTensor]:
     """Return the fake tensors that have one of ``lives``, which are ids."""
-    return [one for one in gc.get_objects() if _is_left(one, lives)] if lives else []
-
-
-def _is_left(one: object, left: set[int]) -> bool:
-    kind = type(one)  # isinstance() would ask proxies, which may answer with code of their own
-    return issubclass(kind, FakeTensor) and id(one.__dict__.get("_life")) in left
+    # isinstance() would ask proxies, which may answer with code of their own.
+    fakes = (
+        one for one in (gc.get_objects() if lives else ()) if issubclass(type(one), FakeTensor)
+    )
+    return [fake for fake in fakes if id(fake.__dict__.get("_life")) in lives]
 
 
 def _is_kept(fake: FakeTensor, ours: list[FakeTensor]) -> bool:

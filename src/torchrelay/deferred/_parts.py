@@ -29,7 +29,7 @@ from torchrelay.deferred._graph import (
 )
 from torchrelay.deferred._operators import constant, describe
 from torchrelay.deferred._replay import Replay
-from torchrelay.deferred._schedule import END, state_at, writers
+from torchrelay.deferred._schedule import END, writers
 
 __all__ = ["part_of"]
 
@@ -67,8 +67,8 @@ class _Parts:
     def values(self, region: Region, before: int) -> torch.Tensor:
         """Return the values of ``region`` before place ``before`` in the program. Read only."""
         if 0 in region.size:
-            return self._empty(region, region.size)
-        key = region, state_at(region.storage, before)
+            return self._empty(region)
+        key = region, *(node.seq for node in writers(region.storage, before)[-1:])
         found = self._known.get(key)
         if found is None:
             try:
@@ -82,9 +82,9 @@ class _Parts:
                 self._left_bytes += self._known.pop(next(iter(self._known))).nbytes
         return found
 
-    def _empty(self, region: Region, size: tuple[int, ...]) -> torch.Tensor:
+    def _empty(self, region: Region) -> torch.Tensor:
         where = self._replay.place(region.storage.device)
-        return torch.empty(size, dtype=region.dtype, device=where)
+        return torch.empty(region.size, dtype=region.dtype, device=where)
 
     def _cut_out(self, region: Region, before: int) -> torch.Tensor:
         """Return the values of ``region``, out of one range of its storage or of several."""
@@ -93,7 +93,7 @@ class _Parts:
             outer, extent = dims[0], region.size[dims[0]]
             together = max(1, _MADE_TOGETHER // region.stride[outer])
             if together < extent:
-                made = self._empty(region, region.size)
+                made = self._empty(region)
                 for first in range(0, extent, together):
                     piece = _rows(region, outer, first, min(first + together, extent))
                     target = made.narrow(outer, first, piece.size[outer])
@@ -115,7 +115,7 @@ class _Parts:
         targets = [_target(node) for node in nodes]
         if any(one.dtype != region.dtype or one.conj or one.neg for one in (region, *targets)):
             raise _NotSliceableError
-        values = self._empty(region, region.size)
+        values = self._empty(region)
         history = region.storage.history()
         held = 0
         if history.holds(nodes[-1].seq if nodes else 0, self._replay.materialization):

@@ -59,16 +59,13 @@ class FakeSession:
         self, node: Node, generator: torch.Generator | None, device: torch.device, words: int | None
     ) -> None:
         """Assign ``node`` its position in the sequence of its generator."""
-        self._watch(generator, device).draw(node, words)
-
-    def _watch(self, generator: torch.Generator | None, device: torch.device) -> Watch:
         key = device if generator is None else id(generator)
-        found = self._watches.get(key)
-        if found is None:
+        watch = self._watches.get(key)
+        if watch is None:
             if generator is None:
                 generator = _torch.default_generator(device)
-            found = self._watches[key] = _generators.acquire(generator)
-        return found
+            watch = self._watches[key] = _generators.acquire(generator)
+        watch.draw(node, words)
 
     def stand(self) -> None:
         """Set the generators to their recorded states, for an operation that draws for real."""

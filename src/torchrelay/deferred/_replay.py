@@ -29,6 +29,7 @@ __all__ = ["Replay"]
 
 # Memory that may stay behind what a program has read while it was recorded.
 KEPT_BYTES = 256 << 20
+_LEAST_BYTES = 512  # what a small tensor costs
 
 _next_materialization = itertools.count(1).__next__
 
@@ -48,7 +49,8 @@ class Replay:
         self._instead = device
         self.materialization = _next_materialization()
         self.generators = Generators(self._run_for_draw)
-        self._kept = _Kept()
+        self._kept: dict[Storage, int] = {}  # bytes of those with memory, used last at the end
+        self._kept_bytes = 0
 
     def final(self, region: Region) -> torch.Tensor:
         """Return ``region`` in its last state, for good: its memory can be handed out."""
@@ -76,7 +78,7 @@ class Replay:
         """
         history = region.storage.history()
         if history.is_current():
-            self._kept.note([region.storage])
+            self._note_kept([region.storage])
             return history.cached_view(region)
         return self._values(region, END, keep=True)
 
@@ -91,11 +93,27 @@ class Replay:
         """
         history.cache_view(region, _laid_out(node, region, result))
         history.version = node.seq
-        self._kept.note((region.storage,))
+        self._note_kept([region.storage])
 
-    def forget(self) -> None:
-        """Free what :meth:`read` has left."""
-        self._kept.drop(0)
+    def _note_kept(self, storages: Iterable[Storage]) -> None:
+        """Note that ``storages`` keep memory that can be computed again, and was just used."""
+        for storage in storages:
+            self._kept_bytes -= self._kept.pop(storage, 0)
+            self._kept[storage] = max(storage.size_bytes, _LEAST_BYTES)
+            self._kept_bytes += self._kept[storage]
+        if self._kept_bytes > KEPT_BYTES:
+            self.forget(KEPT_BYTES // 2)
+
+    def forget(self, limit_bytes: int = 0) -> None:
+        """Free what :meth:`read` has left, what was used longest ago first, until no more than
+        ``limit_bytes`` are left.
+        """
+        for storage in [one for one in self._kept if one.history().real is None]:
+            self._kept_bytes -= self._kept.pop(storage)
+        while self._kept_bytes > limit_bytes:
+            storage = next(iter(self._kept))
+            storage.history().drop()
+            self._kept_bytes -= self._kept.pop(storage)
 
     def _values(self, region: Region, before: int, keep: bool) -> torch.Tensor:
         history = region.storage.history()
@@ -106,7 +124,7 @@ class Replay:
         with _torch.plain_torch():
             run.all()
             if keep:
-                self._kept.note(run.kept)
+                self._note_kept(run.kept)
             return region.over(run.memory(region.storage))
 
     def empty(self, storage: Storage) -> torch.UntypedStorage:
@@ -322,38 +340,3 @@ def _laid_out(node: Node, region: Region, value: torch.Tensor) -> torch.Tensor:
         region.size, region.stride, dtype=value.dtype, device=value.device
     )
     return laid_out.copy_(value)
-
-
-class _Kept:
-    """Storages with memory that can be computed again, those used last at the end."""
-
-    def __init__(self) -> None:
-        self._sizes: dict[Storage, int] = {}
-        self._total = 0
-
-    def __bool__(self) -> bool:
-        return bool(self._sizes)
-
-    def note(self, storages: Iterable[Storage]) -> None:
-        """Note that ``storages`` have just been used."""
-        for storage in storages:
-            self._total -= self._sizes.pop(storage, 0)
-            self._sizes[storage] = max(storage.size_bytes, _LEAST_BYTES)
-            self._total += self._sizes[storage]
-        if self._total > KEPT_BYTES:
-            self.drop(KEPT_BYTES // 2)
-
-    def drop(self, limit_bytes: int) -> None:
-        """Free the memory of those used longest ago, until no more than ``limit_bytes`` are
-        left.
-        """
-        for storage in [one for one in self._sizes if not one.has_memory()]:
-            self._total -= self._sizes.pop(storage)
-        for storage in list(self._sizes):
-            if self._total <= limit_bytes:
-                break
-            storage.history().drop()
-            self._total -= self._sizes.pop(storage)
-
-
-_LEAST_BYTES = 512  # what a small tensor costs

@@ -129,13 +129,7 @@ def check_sizes(func: Any, results: Any, written: list[Any]) -> None:
 def fakes_in(*values: Any) -> list[FakeTensor]:
     """Return the fake tensors in ``values``, through lists, tuples and dicts."""
     found: list[FakeTensor] = []
-    for value in values:
-        if isinstance(value, FakeTensor):
-            found.append(value)
-        elif type(value) in (tuple, list):
-            found += fakes_in(*value)
-        elif type(value) is dict:
-            found += fakes_in(*value.values())
+    map_tensors(values, FakeTensor, found.append)
     return found
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from torchrelay.deferred._graph import History, Node, Storage
 
-__all__ = ["END", "Schedule", "state_at", "writers"]
+__all__ = ["END", "Schedule", "writers"]
 
 END = 1 << 62  # a place in the program after every operation
 
@@ -90,16 +90,6 @@ def writers(storage: Storage, before: int) -> list[Node]:
             break
     chosen.reverse()
     return chosen
-
-
-def state_at(storage: Storage, before: int) -> int:
-    """Return the version of the state of ``storage`` before ``before``: the ``seq`` of its last
-    writer, or 0.
-    """
-    for node in reversed(storage.history().record):
-        if node.seq < before:
-            return node.seq
-    return 0
 
 
 def _overwrites(node: Node, storage: Storage) -> bool:

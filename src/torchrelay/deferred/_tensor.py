@@ -218,19 +218,15 @@ def _deepcopy(fake: FakeTensor, memo: dict[int, Any]) -> FakeTensor:
             flat = Region(storage, region.dtype, (count,), (1,))
             copied = memo[id(storage)] = fake_from_region(flat, fake._history).clone()
         mine = region._replace(storage=copied._region.storage, conj=False, neg=False)
-        new = _resolved(fake_from_region(mine, copied._history), region.conj, region.neg)
+        new: Any = fake_from_region(mine, copied._history)
+        # What torch's deepcopy returns for a lazy conjugate or negative.
+        new = new.conj_physical() if region.conj else new
+        new = new.neg() if region.neg else new
     new.__class__ = fake.__class__
     new.__dict__.update(copy.deepcopy(user_attributes(fake), memo))
     new.requires_grad_(fake.requires_grad)
     memo[id(fake)] = new
-    return new
-
-
-def _resolved(copied: FakeTensor, conj: bool, neg: bool) -> FakeTensor:
-    """Return what torch's deepcopy returns for a lazy conjugate or negative."""
-    values: Any = copied.conj_physical() if conj else copied
-    resolved: FakeTensor = values.neg() if neg else values
-    return resolved
+    return new  # type: ignore[no-any-return]
 
 
 _OWN = ("_region", "_history", "_life")
@@ -245,7 +241,8 @@ def become(fake: FakeTensor, real: torch.Tensor) -> torch.Tensor:
     """Turn ``fake`` into ``real``, a detached tensor; object, class and hooks stay."""
     attributes = user_attributes(fake)
     if attributes.pop("_is_param", False):
-        real = torch.Tensor._make_subclass(_real_class(fake), real, fake.requires_grad)
+        real_class = getattr(type(fake), "_real_class", torch.nn.Parameter)
+        real = torch.Tensor._make_subclass(real_class, real, fake.requires_grad)
     elif fake.requires_grad and fake.is_leaf:
         real.requires_grad_()
     real.__dict__.update(attributes)
@@ -277,10 +274,6 @@ def go_back(real: torch.Tensor, fake: FakeTensor) -> torch.Tensor:
         fake.__class__ = _kind_of(type(real))
     _torch.swap_tensors(real, fake)
     return real
-
-
-def _real_class(fake: FakeTensor) -> type[torch.Tensor]:
-    return getattr(type(fake), "_real_class", torch.nn.Parameter)
 
 
 def replacement(fake: FakeTensor, real: torch.Tensor) -> torch.Tensor:
