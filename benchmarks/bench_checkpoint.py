@@ -50,9 +50,15 @@ from torch.multiprocessing.spawn import start_processes
 from torchrelay.checkpoint._inventory import deal
 from torchrelay.checkpoint._manifest import chunk_text, from_bytes
 from torchrelay.checkpoint._read import MAX_BUFFER_BYTES, segments_of
-from torchrelay.checkpoint._saving import Description, StateLayout, assemble
+from torchrelay.checkpoint._saving import (
+    ChunkRecord,
+    Description,
+    Part,
+    PlannedChunk,
+    StateLayout,
+    assemble,
+)
 from torchrelay.checkpoint._types import DTYPES, Box, DataFile, TensorDescription
-from torchrelay.checkpoint._write import ChunkRecord, Part, PlannedChunk
 
 IMAGE = Path(__file__).parent.parent / "docs" / "images" / "checkpoint.png"
 OVERWRITE = "torchrelay, overwrite=True"

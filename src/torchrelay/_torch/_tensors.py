@@ -203,12 +203,13 @@ def results_on_device(
         return func(*args, **kwargs)
 
 
-def saved_tensor(file: Any) -> tuple[torch.Tensor, int]:
-    """Return the tensor in a file of ``torch.save`` as a fake one, without reading its values, and
-    the byte of the file at which its storage begins.
+def saved_tensor(file: Any, start: int, size_bytes: int) -> tuple[torch.Tensor, int]:
+    """Return the tensor that ``torch.save`` wrote to a range of a file as a fake one, without
+    reading its values, and the byte of the range at which its storage begins.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: PLC0415
+    from torch.distributed.checkpoint.utils import _create_file_view  # noqa: PLC0415
 
     with FakeTensorMode():
-        tensor = torch.load(file, weights_only=True)
+        tensor = torch.load(_create_file_view(file, start, size_bytes), weights_only=True)  # type: ignore[arg-type]
     return tensor, tensor.untyped_storage()._checkpoint_offset

@@ -21,7 +21,7 @@ from torchrelay.checkpoint._storage import (
     split,
     text_of,
 )
-from torchrelay.checkpoint._types import MANIFEST
+from torchrelay.checkpoint._types import MANIFEST, check_count
 from torchrelay.errors import ArgumentError, CorruptionError, StorageError, UnsupportedError
 
 __all__ = [
@@ -61,9 +61,8 @@ class Keep:
     names: Collection[str] = ()
 
     def __post_init__(self) -> None:
-        for name, value in (("last", self.last), ("every", self.every)):
-            if value is not None and value < 1:
-                raise ArgumentError(f"keep: {name} must be at least 1, not {value}")
+        check_count("keep: last", self.last)
+        check_count("keep: every", self.every)
         if isinstance(self.names, str):
             raise ArgumentError(f"keep: names is a collection of names, not {self.names!r}")
 

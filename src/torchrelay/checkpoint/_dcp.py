@@ -45,7 +45,14 @@ from torchrelay.checkpoint._read import (
     Segment,
     warn_without_checksums,
 )
-from torchrelay.checkpoint._saving import Description, Saving, StateLayout
+from torchrelay.checkpoint._saving import (
+    MAX_STAGING_BYTES,
+    Description,
+    PlannedChunk,
+    SaveOptions,
+    Saving,
+    StateLayout,
+)
 from torchrelay.checkpoint._storage import Path, split, text_of
 from torchrelay.checkpoint._tensors import (
     check_memory,
@@ -56,11 +63,6 @@ from torchrelay.checkpoint._tensors import (
 )
 from torchrelay.checkpoint._types import Box, Manifest, TensorDescription
 from torchrelay.checkpoint._values import decode, encode
-from torchrelay.checkpoint._write import (
-    MAX_STAGING_BYTES,
-    PlannedChunk,
-    SaveOptions,
-)
 from torchrelay.errors import ArgumentError, MismatchError, UnsupportedError
 
 __all__ = ["Reader", "Writer"]
@@ -177,7 +179,13 @@ class Writer(_AtPath, StorageWriter):
         assert self._saving is not None
         tensors = [item for item in plan.items if item.type != WriteItemType.BYTE_IO]
         values = [item.index for item in plan.items if item.type == WriteItemType.BYTE_IO]
-        objects = {index.fqn: self._value(index, planner) for index in values}
+        lookup: Any = getattr(planner, "lookup_object", None)
+        if values and lookup is None:
+            raise UnsupportedError(
+                f"{values[0].fqn}: {type(planner).__name__} gives values as pickled bytes, which "
+                "this checkpoint does not hold; derive the planner from DefaultSavePlanner"
+            )
+        objects = {index.fqn: encode(index.fqn, lookup(index)) for index in values}
         found = _chunks(tensors, planner)
         chunks = [chunk for chunk, _ in found]
         size_bytes = sum(chunk.size_bytes for chunk in chunks)
@@ -188,14 +196,6 @@ class Writer(_AtPath, StorageWriter):
         future: Future[list[WriteResult]] = Future()
         future.set_result([WriteResult(MetadataIndex(""), size_bytes, part)])
         return future
-
-    def _value(self, index: MetadataIndex, planner: SavePlanner) -> Any:
-        if not hasattr(planner, "lookup_object"):
-            raise UnsupportedError(
-                f"{index.fqn}: {type(planner).__name__} gives values as pickled bytes, which this "
-                "checkpoint does not hold; derive the planner from DefaultSavePlanner"
-            )
-        return encode(index.fqn, planner.lookup_object(index))
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commit the checkpoint.

@@ -55,31 +55,6 @@ class _MetadataUnpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-class _Slice(io.RawIOBase):
-    """A range of a file, as a file object."""
-
-    def __init__(self, folder: LocalFolder, name: str, start: int, size: int) -> None:
-        self._folder, self._name, self._start, self._size = folder, name, start, size
-        self._position = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
-        self._position = max(0, base + offset)
-        return self._position
-
-    def readinto(self, into: Any) -> int:
-        view = memoryview(into)[: max(0, self._size - self._position)]
-        self._folder.read(self._name, self._start + self._position, view)
-        self._position += len(view)
-        return len(view)
-
-
 def manifest_of_dcp(folder: LocalFolder) -> Manifest:
     """Return a manifest for a checkpoint of DCP's ``FileSystemWriter``.
 
@@ -132,9 +107,8 @@ def _chunk(folder: LocalFolder, key: str, dtype: Dtype, box: Box, info: Any) -> 
         raise UnsupportedError(
             f"{folder.location}: tensor {key!r} is compressed; load it with DCP's own reader"
         )
-    stored, storage = _torch.saved_tensor(
-        _Slice(folder, info.relative_path, info.offset, info.length)
-    )
+    with folder.open(info.relative_path) as file:
+        stored, storage = _torch.saved_tensor(file, info.offset, info.length)
     if (tuple(stored.shape), stored.dtype) != (box.sizes, getattr(torch, dtype.name)):
         raise CorruptionError(
             f"{folder.location}/{info.relative_path}: tensor {key!r} is stored as {stored.dtype} "
@@ -153,8 +127,9 @@ def _chunk(folder: LocalFolder, key: str, dtype: Dtype, box: Box, info: Any) -> 
 
 def _value(folder: LocalFolder, key: str, info: Any) -> Any:
     """Return an encoded value that is not a tensor; unsafe ones raise only when they are needed."""
-    part = _Slice(folder, info.relative_path, info.offset, info.length)
+    data = bytearray(info.length)
+    folder.read(info.relative_path, info.offset, memoryview(data))
     try:
-        return encode(key, torch.load(io.BytesIO(part.read()), weights_only=True))
+        return encode(key, torch.load(io.BytesIO(data), weights_only=True))
     except (pickle.UnpicklingError, ArgumentError) as error:
         return {"$pickle": str(error)[:200]}

@@ -16,13 +16,12 @@ from typing import Any, NamedTuple
 import torch
 
 from torchrelay.checkpoint._group import Group
-from torchrelay.checkpoint._saving import Description, StateLayout
+from torchrelay.checkpoint._saving import Description, PlannedChunk, StateLayout
 from torchrelay.checkpoint._state import ORDINARY, Index, Leaf, Subclass, flatten
 from torchrelay.checkpoint._tasks import no_collection
 from torchrelay.checkpoint._tensors import TensorLayout, check_memory, memory_of, tensor_state
 from torchrelay.checkpoint._types import StatePath
 from torchrelay.checkpoint._values import encode
-from torchrelay.checkpoint._write import PlannedChunk
 from torchrelay.errors import ArgumentError, MismatchError
 
 __all__ = ["Inventory", "deal", "encoded", "gather_inventory", "plan_chunks"]
@@ -71,7 +70,11 @@ def take_inventory(state: Any) -> Inventory:
     layouts, blank, layout = known[1:]
     if signature != known.signature:
         layouts = {key: tensor_state(key, tensor).layout for key, tensor in tensors.items()}
-        blank = {key: "" for key, found in layouts.items() if found.is_blank}
+        blank = {
+            key: ""
+            for key, found in layouts.items()
+            if not any(block.size_bytes for block in found.blocks)
+        }
     owners = {**_ties(layouts, blocks, addresses), **blank}
     if layouts is not known.layouts or (paths, owners) != (layout.paths, layout.owners):
         described = {key: found.described for key, found in layouts.items()}
@@ -178,7 +181,7 @@ def gather_inventory(
     seen: dict[str, tuple[int, Any]] = {}
     for rank, description in zip(ranks.ranks, everyone, strict=True):
         tensors = description.layout.tensors
-        comparable = {key: what.comparable for key, what in tensors.items()}
+        comparable = {key: what[:3] for key, what in tensors.items()}  # all but the mesh
         for key, what in [*comparable.items(), *description.objects.items()]:
             other, known = seen.setdefault(key, (rank, what))
             if known != what:

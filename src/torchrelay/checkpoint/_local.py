@@ -1,9 +1,9 @@
 """Checkpoints in local folders and on mounted file systems: locks, atomic renames, cleanup.
 
 A save to ``ckpt/step-1`` writes into ``ckpt/.step-1.torchrelay-saving``, which becomes ``step-1``
-by one rename. Meanwhile the saver has locked ``ckpt/.step-1.torchrelay-lock``. To remove
-``ckpt/step-1`` begins with the same lock and the reverse rename. Whatever kills the process, its
-lock is gone with it, and the next save into ``ckpt`` removes what is left.
+by one rename. Meanwhile the saver has locked ``ckpt/.step-1.torchrelay-lock``. A removal
+takes the same lock, and begins with the reverse rename. Whatever kills the process, its lock is
+gone with it, and the next save into ``ckpt`` removes what is left.
 
 Files are removed one by one: those that a manifest of ours lists, and those whose names only we
 use, in folders whose names only we use. Whatever else is there is somebody else's and stays.
@@ -15,6 +15,7 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import io
 import mmap
 import os
 import re
@@ -124,6 +125,10 @@ class LocalFolder:
         """Return the names of the files in the folder."""
         with self._lock, storage_errors(f"listing {self.location}"):
             return sorted(os.listdir(self._here()))
+
+    def open(self, name: str) -> io.FileIO:
+        """Return a file object, which the caller closes."""
+        return io.FileIO(os.dup(self._fd(name)))
 
     @property
     def replaced(self) -> bool:
@@ -401,19 +406,18 @@ class LocalTransaction:
 
     def _publish(self) -> None:
         """Give the folder its name; if a checkpoint has it, exchange the two atomically."""
+        one, other = os.fsencode(self._saving), os.fsencode(self._final)
         if not self._check_target():
-            os.rename(self._saving, self._final)
-        else:
-            try:
-                _exchange(str(self._saving), str(self._final))
-            except OSError as error:
-                if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
-                    raise
+            os.rename(one, other)
+        elif _libc.renameat2(_AT_FDCWD, one, _AT_FDCWD, other, _RENAME_EXCHANGE):
+            code = ctypes.get_errno()
+            if code in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
                 raise StorageError(
                     errno.EEXIST,
                     f"{self._final}: there is a checkpoint already, and this file system cannot "
                     "replace a folder in one step; save under another name",
-                ) from error
+                )
+            raise OSError(code, os.strerror(code))
         self._sync_folder(self._final.parent)
 
     def _sync_folder(self, path: Path) -> None:
@@ -428,19 +432,6 @@ class LocalTransaction:
         fd, self._lock_fd = self._lock_fd, -1
         if fd >= 0:
             _clean_up(self._final, fd)
-
-
-def _exchange(one: str, other: str) -> None:
-    """Exchange two names of one file system atomically.
-
-    Raises:
-        OSError: not possible; ``errno`` is EINVAL or ENOSYS if the file system cannot do it at all.
-    """
-    if _libc.renameat2(
-        _AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE
-    ):
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code), one, None, other)
 
 
 def _unfinished(final: Path) -> tuple[Path, Path]:
@@ -470,13 +461,10 @@ def heads(parent: str) -> dict[str, Head]:
 
     Folders come before symbolic links to folders.
     """
-    try:
-        with os.scandir(parent) as entries:
-            found = [entry for entry in entries if not entry.name.startswith(".")]
-    except FileNotFoundError:
+    if not os.path.lexists(parent):
         return {}
-    except OSError as error:
-        raise StorageError(error.errno or 0, f"{parent}: {error.strerror}") from error
+    with storage_errors(f"listing {parent}"), os.scandir(parent) as entries:
+        found = [entry for entry in entries if not entry.name.startswith(".")]
     found.sort(key=lambda entry: (entry.is_symlink(), entry.name))
     all_heads = {os.path.join(parent, entry.name): _head(Path(entry.path)) for entry in found}
     return {path: head for path, head in all_heads.items() if head is not None}

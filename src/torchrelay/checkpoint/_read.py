@@ -96,9 +96,7 @@ class Segment(NamedTuple):
 
     @property
     def size_bytes(self) -> int:
-        return (
-            self.chunk.size_bytes if self.is_whole else self.inner.numel * self.entry.dtype.itemsize
-        )
+        return self.inner.numel * self.entry.dtype.itemsize
 
     @property
     def is_contiguous(self) -> bool:

@@ -24,10 +24,16 @@ from torchrelay.buffers import Segment
 from torchrelay.checkpoint._catalog import Keep
 from torchrelay.checkpoint._group import group_of
 from torchrelay.checkpoint._inventory import gather_inventory, plan_chunks
-from torchrelay.checkpoint._saving import Description, Saving
+from torchrelay.checkpoint._saving import (
+    MAX_STAGING_BYTES,
+    Description,
+    Part,
+    PlannedChunk,
+    SaveOptions,
+    Saving,
+)
 from torchrelay.checkpoint._storage import Path, text_of
 from torchrelay.checkpoint._tensors import address_of, data_of, plain
-from torchrelay.checkpoint._write import MAX_STAGING_BYTES, Part, PlannedChunk, SaveOptions
 from torchrelay.checkpoint._writer_process import Job, Plan
 from torchrelay.errors import ArgumentError, OperationTimeoutError, PeerLostError, from_json
 
@@ -119,7 +125,7 @@ class SaveHandle:
         self._helper = helper
         self._origin = _native.Origin()
         self._lock = threading.Lock()
-        self._done = False
+        self._done = threading.Event()
         self._error: Exception | None = None
         self._raised = False
 
@@ -148,12 +154,14 @@ class SaveHandle:
 
     def _wait(self, timeout_s: float | None) -> bool:
         """Wait for the result; return whether it has arrived."""
-        if not self._done and self._origin.is_forked:
+        if self._done.is_set():
+            return True
+        if self._origin.is_forked:
             raise ArgumentError(
                 f"{self.path}: process {self._origin.pid} started the save; only it can wait for it"
             )
         with self._lock:
-            if self._done:
+            if self._done.is_set():
                 return True
             try:
                 received = self._helper.channel.receive(timeout_s)
@@ -172,18 +180,18 @@ class SaveHandle:
                     _logger.info("%s is committed", self.path)
                 else:
                     self._error = from_json(failure)
-            self._done = True
+            self._done.set()
             return True
 
     def _leave(self) -> None:
         """Give up waiting, as the writer process has been left."""
         with self._lock:
-            if not self._done:
+            if not self._done.is_set():
                 self._error = PeerLostError(
                     f"{self.path}: the writer process was left before it reported the end of the "
                     "save; latest() finds the checkpoint if it is committed"
                 )
-                self._done = True
+                self._done.set()
 
 
 def _starts_of(sizes: NDArray[np.uint64]) -> NDArray[np.uint64]:

@@ -1,5 +1,11 @@
 """What every way to save does: write this rank's part, and on the coordinator assemble the manifest
 from all parts, commit, and remove old checkpoints. Imports no torch.
+
+The same code runs in the trainer (a synchronous save) and in the writer process (an asynchronous
+one). A data file is a plain safetensors file whose tensors begin at multiples of 64 bytes.
+safetensors allows no gaps between tensors, so padding is a tensor of bytes itself, named
+``__padding__``, a dot and a number, and the file's metadata name its writer. Tensors that need none
+come first.
 """
 
 from __future__ import annotations
@@ -9,91 +15,128 @@ import hashlib
 import json
 import re
 import secrets
+import struct
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any, NamedTuple
+from functools import cached_property, partial
+from itertools import chain
+from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
+from torchrelay import _native
 from torchrelay._progress import no_progress
 from torchrelay.checkpoint import _manifest
 from torchrelay.checkpoint._boxes import tiling_fault
-from torchrelay.checkpoint._catalog import check_keep, open_transaction, retain
-from torchrelay.checkpoint._storage import Path, split
-from torchrelay.checkpoint._tasks import no_collection
-from torchrelay.checkpoint._types import Box, DataFile, StatePath, TensorDescription
-from torchrelay.checkpoint._write import Data, Part, PlannedChunk, SaveOptions, write_part
+from torchrelay.checkpoint._catalog import Keep, check_keep, open_transaction, retain
+from torchrelay.checkpoint._manifest import quoted
+from torchrelay.checkpoint._storage import Path, Sink, split
+from torchrelay.checkpoint._tasks import memory_at, no_collection, run_tasks, usable_threads
+from torchrelay.checkpoint._types import (
+    BLOCK_BYTES,
+    PADDING,
+    Box,
+    DataFile,
+    Dtype,
+    StatePath,
+    TensorDescription,
+    check_count,
+)
 from torchrelay.errors import MismatchError, StorageError, TorchRelayError, to_json
 
 __all__ = [
+    "MAX_STAGING_BYTES",
+    "ChunkRecord",
+    "Data",
     "Description",
+    "Part",
+    "PlannedChunk",
+    "SaveOptions",
     "Saving",
     "StateLayout",
     "assemble",
     "described",
+    "grouped",
 ]
 
-
 _NAMES_RANK = re.compile(r"rank \d+: ")
+_ALIGNMENT = 64
+_PIECE_BYTES = 16 << 20  # of a chunk, written by one call; a multiple of BLOCK_BYTES
+# Chunks up to this size, less than a block, are written together with their neighbours, from a copy
+# that is still in the cache.
+_SMALL_BYTES = 128 << 10
+_PACK_BYTES = 1 << 20
+MAX_STAGING_BYTES = 1 << 30
+Progress = Callable[[int], None]
+Task = Callable[[], None]
+# The bytes of a chunk: their address, or a function that returns a copy of them when it is needed.
+Data = int | Callable[[], memoryview]
+T = TypeVar("T")
 
 
-class Saving:
-    """One save, as a rank takes part in it.
+class PlannedChunk(NamedTuple):
+    """A chunk to write: ``block`` is its index among the blocks of the rank's state.
 
-    Raises:
-        ArgumentError: ``path`` cannot be the path of a checkpoint, or not of one with ``keep=``.
+    ``keys`` has more than one name if tied tensors share the chunk.
     """
 
-    def __init__(self, path: Path, options: SaveOptions) -> None:
-        self._options = options
-        self._keep = check_keep(options.keep, path)
-        self.transaction = open_transaction(path, fsync=options.fsync)
-        self.path = self.transaction.location
+    keys: tuple[str, ...]
+    dtype: Dtype
+    shape: tuple[int, ...]
+    box: Box
+    size_bytes: int
+    block: int = 0
 
-    def check_shared(self, save_id: str) -> None:
-        """Check that this rank finds the coordinator's save at its path.
+    @property
+    def name(self) -> str:
+        """Return the name of the chunk inside its file."""
+        key = self.keys[0]
+        if self.box.sizes == self.shape:
+            return key
+        return f"{key}@{','.join(map(str, self.box.offsets))}"
 
-        Raises:
-            StorageError: it does not.
-        """
-        if not self.transaction.is_marked(save_id):
-            raise StorageError(
-                errno.ENOENT,
-                f"this rank saves to {self.path}, but does not find the coordinator's save there: "
-                "all ranks must save to the same path, on storage that they share",
-            )
 
-    def write(
-        self,
-        rank: int,
-        chunks: Sequence[PlannedChunk],
-        data: Sequence[Data],
-        progress: Callable[[int], None] = no_progress,
-    ) -> Part:
-        """Write this rank's part: chunks and the data of each. Blocks until it is durable.
+class ChunkRecord(NamedTuple):
+    """A chunk that was written: the keys that share it, its place, and its entry in the
+    manifest.
+    """
 
-        Raises:
-            StorageError: a file cannot be written.
-        """
-        return write_part(self.transaction, rank, chunks, data, self._options, progress)
+    keys: tuple[str, ...]
+    box: Box
+    text: str
 
-    def commit(
-        self, everyone: Sequence[Description], parts: Sequence[Part], save_id: str | None = None
-    ) -> None:
-        """Commit the checkpoint. Coordinator only. Arguments as for :func:`assemble`.
 
-        Raises:
-            MismatchError: the parts do not make whole tensors.
-            StorageError: it cannot be committed.
-        """
-        _, name = split(self.path)
-        self.transaction.commit(*assemble(everyone, parts, name=name, save_id=save_id))
+@dataclass
+class Part:
+    """What one rank has written, for the coordinator. With DCP's planner also its encoded values by
+    key.
+    """
 
-    def retain(self) -> None:
-        """Remove what ``keep=`` does not keep. Coordinator only, after the commit."""
-        if self._keep is not None:
-            retain(self.path, self._keep)
+    files: dict[str, DataFile] = field(default_factory=dict)
+    chunks: list[ChunkRecord] = field(default_factory=list)
+    objects: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class SaveOptions:
+    """Arguments of every way to save; see :func:`torchrelay.checkpoint.save`.
+
+    Raises:
+        ArgumentError: one is out of range.
+    """
+
+    threads: int | None = None
+    fsync: bool = True
+    checksum: bool = True
+    keep: int | Keep | None = None
+    max_staging_bytes: int | None = MAX_STAGING_BYTES
+
+    def __post_init__(self) -> None:
+        check_count("threads", self.threads)
+        check_count("max_staging_bytes", self.max_staging_bytes)
 
 
 @dataclass(frozen=True)
@@ -132,6 +175,96 @@ class Description(NamedTuple):
         """Equal for two ranks exactly if their descriptions are, apart from empty owners."""
         text = json.dumps(dict(self.objects))
         return self.layout.digest + hashlib.sha256(text.encode()).digest()
+
+
+class Saving:
+    """One save, as a rank takes part in it.
+
+    Raises:
+        ArgumentError: ``path`` cannot be the path of a checkpoint, or not of one with ``keep=``.
+    """
+
+    def __init__(self, path: Path, options: SaveOptions) -> None:
+        self._options = options
+        self._keep = check_keep(options.keep, path)
+        self.transaction = open_transaction(path, fsync=options.fsync)
+        self.path = self.transaction.location
+
+    def check_shared(self, save_id: str) -> None:
+        """Check that this rank finds the coordinator's save at its path.
+
+        Raises:
+            StorageError: it does not.
+        """
+        if not self.transaction.is_marked(save_id):
+            raise StorageError(
+                errno.ENOENT,
+                f"this rank saves to {self.path}, but does not find the coordinator's save there: "
+                "all ranks must save to the same path, on storage that they share",
+            )
+
+    def write(
+        self,
+        rank: int,
+        chunks: Sequence[PlannedChunk],
+        data: Sequence[Data],
+        progress: Progress = no_progress,
+    ) -> Part:
+        """Write this rank's part, chunks and the data of each, to new files. Blocks until they are
+        durable.
+
+        ``progress`` is called with bytes written since the last call, from several threads.
+
+        Raises:
+            StorageError: a file cannot be written.
+        """
+        copied = (
+            chunk.size_bytes
+            for chunk, source in zip(chunks, data, strict=True)
+            if not isinstance(source, int)
+        )
+        # Each thread copies one chunk at a time.
+        copies = (self._options.max_staging_bytes or MAX_STAGING_BYTES) // max(copied, default=1)
+        threads = min(usable_threads(self._options.threads), max(1, copies))
+        writers: list[_FileWriter] = []
+        try:
+            with no_collection():
+                sizes = (chunk.size_bytes for chunk in chunks)
+                pairs = zip(chunks, data, strict=True)
+                for group in grouped(pairs, sizes, self.transaction.max_file_bytes):
+                    name = f"data-{rank:05d}-{len(writers):05d}.safetensors"
+                    sink = self.transaction.create(name)
+                    writers.append(_FileWriter(name, sink, group, self._options.checksum, progress))
+            tasks = [writer.tasks() for writer in writers]
+            if self.transaction.sequential:
+                run_tasks([partial(_run_in_order, todo) for todo in tasks], threads)
+            else:
+                run_tasks([*chain.from_iterable(tasks)], threads)
+            run_tasks([writer.sink.close for writer in writers], threads)
+        except BaseException:
+            for writer in writers:
+                writer.sink.abort()
+            raise
+        files = {writer.name: writer.file for writer in writers}
+        with no_collection():
+            return Part(files, [record for writer in writers for record in writer.records()])
+
+    def commit(
+        self, everyone: Sequence[Description], parts: Sequence[Part], save_id: str | None = None
+    ) -> None:
+        """Commit the checkpoint. Coordinator only. Arguments as for :func:`assemble`.
+
+        Raises:
+            MismatchError: the parts do not make whole tensors.
+            StorageError: it cannot be committed.
+        """
+        _, name = split(self.path)
+        self.transaction.commit(*assemble(everyone, parts, name=name, save_id=save_id))
+
+    def retain(self) -> None:
+        """Remove what ``keep=`` does not keep. Coordinator only, after the commit."""
+        if self._keep is not None:
+            retain(self.path, self._keep)
 
 
 @no_collection()
@@ -198,4 +331,155 @@ def described(error: Exception, rank: int) -> dict[str, Any]:
         found["message"] = f"rank {rank}: {found['message']}"
     if not isinstance(error, TorchRelayError):
         found["ranks"] = [rank]
+    return found
+
+
+def grouped(items: Iterable[T], sizes: Iterable[int], limit_bytes: int) -> list[list[T]]:
+    """Return groups of consecutive items of at most ``limit_bytes``, or of one that is larger."""
+    groups: list[list[T]] = []
+    total = limit_bytes
+    for item, size_bytes in zip(items, sizes, strict=True):
+        total += size_bytes
+        if not groups or total > limit_bytes:
+            groups.append([])
+            total = size_bytes
+        groups[-1].append(item)
+    return groups
+
+
+def _lay_out(
+    names: Sequence[str], chunks: Sequence[PlannedChunk]
+) -> tuple[bytes, NDArray[np.int64], NDArray[np.int64]]:
+    """Return the layout of a file with these chunks, whose names in it must differ: its header,
+    where each chunk begins, and where it ends with its padding.
+    """
+    sizes = np.array([chunk.size_bytes for chunk in chunks], np.int64)
+    rounded = -(-sizes // _ALIGNMENT) * _ALIGNMENT
+    rounded[-1:] = sizes[-1:]
+    ends = np.cumsum(rounded)
+    entries = ['"__metadata__":{"format":"pt","writer":"torchrelay"}']
+    columns = ((ends - rounded).tolist(), sizes.tolist(), ends.tolist())
+    for place, (name, chunk, start, size, end) in enumerate(
+        zip(names, chunks, *columns, strict=True)
+    ):
+        dtype, sides = chunk.dtype, chunk.box.sizes
+        shape = [*sides, dtype.width] if dtype.width > 1 else [*sides]
+        entries.append(
+            f'{quoted(name)}:{{"dtype":"{dtype.code}","shape":{shape},'
+            f'"data_offsets":[{start},{start + size}]}}'
+        )
+        if start + size < end:
+            entries.append(
+                f'"{PADDING}.{place}":{{"dtype":"U8","shape":[{end - start - size}],'
+                f'"data_offsets":[{start + size},{end}]}}'
+            )
+    text = f"{{{','.join(entries)}}}".encode()
+    text = text.ljust(-(-(len(text) + 8) // _ALIGNMENT) * _ALIGNMENT - 8)
+    header = struct.pack("<Q", len(text)) + text
+    return header, len(header) + ends - rounded, len(header) + ends
+
+
+class _FileWriter:
+    """One data file: its layout, and the tasks that write it."""
+
+    def __init__(
+        self,
+        name: str,
+        sink: Sink,
+        chunks: Sequence[tuple[PlannedChunk, Data]],
+        checksum: bool,
+        progress: Progress,
+    ) -> None:
+        self.name = name
+        self.sink = sink
+        self._progress = progress
+        # What needs padding comes last.
+        chunks = sorted(chunks, key=lambda one: one[0].size_bytes % _ALIGNMENT != 0)
+        self._chunks = [chunk for chunk, _ in chunks]
+        self._data = [data for _, data in chunks]
+        self._checksum = checksum
+        self._names = _unique([chunk.name for chunk in self._chunks])
+        self._header, self._starts, self._ends = _lay_out(self._names, self._chunks)
+        size_bytes = int(self._ends.max(initial=len(self._header)))
+        self.file = DataFile(size_bytes, len(self._header), _native.crc32c(self._header))
+        self._checksums: dict[int, bytes | bytearray] = {}
+
+    def tasks(self) -> Iterator[Task]:
+        """Yield what writes the file, in its order: small chunks together, large ones in pieces."""
+        self.sink.write(0, memoryview(self._header))
+        together: list[int] = []
+        first = 0  # byte of the file at which they begin
+        for index, chunk in enumerate(self._chunks):
+            size = chunk.size_bytes
+            is_small = size <= _SMALL_BYTES
+            end = int(self._ends[index])
+            if together and (not is_small or end - first > _PACK_BYTES):
+                yield partial(self._write_together, together)
+                together = []
+            if is_small:
+                first = first if together else int(self._starts[index])
+                together.append(index)
+                continue
+            # What is copied is not divided, so that it is copied only once.
+            step = _PIECE_BYTES if isinstance(self._data[index], int) else size
+            self._checksums[index] = bytearray(4 * -(-size // BLOCK_BYTES))
+            for begin in range(0, size, step):
+                end = min(begin + step, size)
+                yield partial(self._write_piece, index, begin, end)
+        if together:
+            yield partial(self._write_together, together)
+
+    def _write_together(self, indices: list[int]) -> None:
+        """Write small chunks that follow one another, from a copy of them."""
+        data = [self._data[index] for index in indices]
+        sizes = np.array([self._chunks[index].size_bytes for index in indices], np.uint64)
+        copies = [one if isinstance(one, int) else np.frombuffer(one(), "u1") for one in data]
+        sources = [one if isinstance(one, int) else one.ctypes.data for one in copies]
+        first = self._starts[indices[0]]
+        packed = np.zeros(self._ends[indices[-1]] - first, np.uint8)
+        targets = (packed.ctypes.data + self._starts[indices] - first).astype(np.uint64)
+        _native.copy_memory(targets, np.array(sources, np.uint64), sizes)
+        if self._checksum:
+            found = _native.crc32c_of_memory(targets, sizes)
+            for place, index in enumerate(indices):
+                self._checksums[index] = found[4 * place : 4 * place + 4]
+        self.sink.write(int(first), memoryview(packed.data))
+        self._progress(int(sizes.sum()))
+
+    def _write_piece(self, index: int, first: int, end: int) -> None:
+        data, start = self._data[index], int(self._starts[index])
+        view = memory_at(data + first, end - first) if isinstance(data, int) else data()
+        if self._checksum:
+            found = _native.crc32c_blocks(view, BLOCK_BYTES)
+            place = first // BLOCK_BYTES * 4
+            self._checksums[index][place : place + len(found)] = found  # type: ignore[index]
+        self.sink.write(start + first, view.cast("B"))
+        self._progress(end - first)
+
+    def records(self) -> Iterator[ChunkRecord]:
+        """Return the record of each chunk, once the file is written."""
+        starts = self._starts.tolist()
+        for index, (chunk, name, start) in enumerate(
+            zip(self._chunks, self._names, starts, strict=True)
+        ):
+            found = self._checksums[index] if self._checksum else b""
+            text = _manifest.chunk_text(chunk.box, self.name, name, start, found, chunk.size_bytes)
+            yield ChunkRecord(chunk.keys, chunk.box, text)
+
+
+def _run_in_order(tasks: Iterable[Task]) -> None:
+    for task in tasks:
+        task()
+
+
+def _unique(names: Sequence[str]) -> list[str]:
+    """Return the names, changed where they are reserved or repeated."""
+    used: set[str] = set()
+    found = []
+    for name in names:
+        free = f"_{name}" if name.startswith(("__metadata__", PADDING)) else name
+        while free in used:
+            free += "'"
+        used.add(free)
+        found.append(free)
     return found

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from torchrelay import _torch
+from torchrelay.checkpoint._saving import Data
 from torchrelay.checkpoint._state import ORDINARY
 from torchrelay.checkpoint._types import DTYPES, Box, Dtype, TensorDescription
-from torchrelay.checkpoint._write import Data
 from torchrelay.deferred import fake, is_deferred
 from torchrelay.errors import ArgumentError, DeferredError, UnsupportedError
 
@@ -55,11 +55,6 @@ class TensorLayout(NamedTuple):
     dtype: Dtype
     described: TensorDescription
     blocks: tuple[Block, ...]
-
-    @property
-    def is_blank(self) -> bool:
-        """Return whether no element is in this process."""
-        return not any(block.size_bytes for block in self.blocks)
 
 
 class TensorState(NamedTuple):

@@ -124,11 +124,6 @@ class TensorDescription(NamedTuple):
     layout: str = ""
     mesh: tuple[int, ...] = ()
 
-    @property
-    def comparable(self) -> tuple[str, tuple[int, ...], str]:
-        """Return what must be the same on all ranks."""
-        return self.dtype, self.shape, self.layout
-
 
 class Chunk(NamedTuple):
     """A box of a tensor, stored in one piece.

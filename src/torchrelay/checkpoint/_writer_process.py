@@ -24,9 +24,16 @@ from numpy.typing import NDArray
 
 from torchrelay import _native
 from torchrelay._helper import Channel
-from torchrelay.checkpoint._saving import Description, Saving, described
+from torchrelay.checkpoint._saving import (
+    ChunkRecord,
+    Description,
+    Part,
+    PlannedChunk,
+    SaveOptions,
+    Saving,
+    described,
+)
 from torchrelay.checkpoint._types import Box, DataFile
-from torchrelay.checkpoint._write import ChunkRecord, Part, PlannedChunk, SaveOptions
 from torchrelay.errors import OperationTimeoutError, PeerLostError, from_json
 
 __all__ = ["Job", "Plan"]

@@ -24,8 +24,8 @@ from torchrelay.checkpoint._read import (
     segments_of,
     within,
 )
+from torchrelay.checkpoint._saving import PlannedChunk
 from torchrelay.checkpoint._types import DTYPES, Box, Chunk, TensorEntry
-from torchrelay.checkpoint._write import PlannedChunk
 
 _property = settings(max_examples=60, deadline=None, derandomize=True, database=None)
 

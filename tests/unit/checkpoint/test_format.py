@@ -22,9 +22,8 @@ import torch
 from torchrelay import _native
 from torchrelay.checkpoint import latest, load, save, verify
 from torchrelay.checkpoint._local import LocalFolder
-from torchrelay.checkpoint._saving import Saving
+from torchrelay.checkpoint._saving import SaveOptions, Saving
 from torchrelay.checkpoint._types import DTYPES
-from torchrelay.checkpoint._write import SaveOptions
 from torchrelay.deferred import deferred_init, is_deferred
 from torchrelay.errors import ArgumentError, CorruptionError, MismatchError, StorageError
 
