@@ -8,7 +8,7 @@ import time
 from dataclasses import replace
 from typing import NoReturn
 
-from torchrelay._python import module_command
+from torchrelay._helper import module_command
 from torchrelay.demo.hosts import run_on_hosts
 from torchrelay.demo.options import DemoOptions
 from torchrelay.demo.triples import read_graph

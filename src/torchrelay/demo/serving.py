@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from torchrelay._python import code_command
+from torchrelay._helper import code_command
 from torchrelay.demo.evaluation import MostFrequent
 from torchrelay.demo.model import ComplEx
 from torchrelay.demo.triples import Graph

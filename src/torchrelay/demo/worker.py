@@ -165,7 +165,7 @@ class Job:
         epochs = self.options.epochs
 
         def on_epoch(epoch: int, loss: float) -> None:
-            self.report.line(f"epoch {epoch} of {epochs}: mean loss {loss:.4f}")
+            self.report.epoch(epoch, epochs, loss)
 
         with self.report.timed(f"train {epochs} epochs of {batches.steps} steps"):
             Trainer(model, self.options).train(batches, on_epoch)

@@ -59,9 +59,12 @@ def test_the_page_has_everything_and_needs_nothing_else(
     report.line("data & facts")
     report.stage("a <stage>", 2.0)
     report.stages()
+    for epoch, loss in enumerate([4.0, 1.0, 2.0], 1):
+        report.epoch(epoch, 3, loss)
     report.write(tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text()
     text = re.sub(r"</?span[^>]*>", "", page)
+    assert 'points="0.0,0.0 300.0,180.0 600.0,120.0"' in page and "epoch 2 of 3" in text
     assert "data &amp; facts" in text and "a &lt;stage&gt;" in text and "<stage>" not in text
     assert not re.search(r"(?:src|href)=|url\(|@import|<script", page)
     assert not re.search(r"[{]\w+[}]", page)
