@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from torchrelay import _native, transport
 from torchrelay._addresses import listen_at
 from torchrelay._native import Communicator, HostCommunicator
-from torchrelay.buffers import Segment
 from torchrelay.config import Aggregation, TransportSettings
 from torchrelay.world import Ranks
 
@@ -51,17 +50,12 @@ def open_local(ranks: Ranks, timeout_s: float, settings: Aggregation) -> Communi
         memory = _native.Communicator.create_segment(
             ranks.size, _SLOT_BYTES, _ONE_SHOT_BYTES, _MAILBOX_BYTES
         )
-        segment = Segment(memory)
-        ranks.announce("segment", segment.address)
+        ranks.announce("segment", memory.address)
     else:
         (address,) = ranks.wait("segment", timeout_s, [0])
-        segment = Segment.attach(address)
+        memory = _native.SharedMemory.attach(address, False)
     communicator = _native.Communicator(
-        segment.memory,
-        ranks.rank,
-        ranks.names,
-        spin_s=settings.spin_us * 1e-6,
-        yield_s=_YIELD_S,
+        memory, ranks.rank, ranks.names, spin_s=settings.spin_us * 1e-6, yield_s=_YIELD_S
     )
     ranks.announce("joined")
     ranks.wait("joined", timeout_s)  # from here on the native core detects deaths

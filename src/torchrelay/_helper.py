@@ -14,19 +14,22 @@ import signal
 import socket
 import struct
 import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from typing import Any
 
-from torchrelay._python import module_command, search_path
 from torchrelay.errors import PeerLostError, ProtocolError
 
-__all__ = ["Channel", "HelperProcess"]
+__all__ = ["Channel", "HelperProcess", "code_command", "module_command"]
 
 # A peer that is stuck in the middle of a message is given up.
 _STALL_TIMEOUT_S = 30
 _TIMEVAL = struct.Struct("@ll")
+# `python -m` and `python -c` put the current directory before the standard library, so that a
+# secrets.py in it would be imported instead. `-P` prevents that from Python 3.11 on.
+_WITHOUT_CURRENT_DIRECTORY = "import sys; sys.path[:] = filter(None, sys.path)\n"
 
 
 class Channel:
@@ -143,12 +146,13 @@ class HelperProcess:
         """
         self.channel, theirs = Channel.pair()
         inherited = [theirs.fileno(), *descriptors]
+        search_path = os.pathsep.join(path or os.getcwd() for path in sys.path)
         try:
             self._process = subprocess.Popen(
                 [*command, *map(str, inherited)],
                 pass_fds=inherited,
                 stdin=subprocess.DEVNULL,
-                env={**os.environ, "PYTHONPATH": search_path()},
+                env={**os.environ, "PYTHONPATH": search_path},
                 start_new_session=new_session,
             )
         except BaseException:
@@ -199,3 +203,15 @@ class HelperProcess:
         if code < 0:
             return f"was killed by {signal.Signals(-code).name}"
         return f"ended with exit code {code}"
+
+
+def code_command(code: str) -> list[str]:
+    """Return a command that runs ``code``, as ``python -c`` does; arguments may follow."""
+    return [sys.executable, "-c", _WITHOUT_CURRENT_DIRECTORY + code]
+
+
+def module_command(module: str) -> list[str]:
+    """Return a command that runs a module, as ``python -m`` does; arguments may follow."""
+    return code_command(
+        f"import runpy; runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
+    )

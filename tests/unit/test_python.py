@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import torchrelay
-from torchrelay._python import code_command, module_command
+from torchrelay._helper import code_command, module_command
 
 SOURCES = Path(torchrelay.__file__).parent
 
@@ -49,6 +49,6 @@ def test_an_asynchronous_save_in_such_a_directory(hostile: Path, tmp_path: Path)
 
 
 def test_every_process_is_started_this_way() -> None:
-    others = {"_python.py", "launch.py"}  # the latter replaces its process by such a command
+    others = {"_helper.py", "launch.py"}  # the latter replaces its process by such a command
     for path in SOURCES.rglob("*.py"):
         assert "sys.executable" not in path.read_text() or path.name in others, path

@@ -7,9 +7,11 @@ collectives.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -24,13 +26,25 @@ __all__ = ["DoneWork", "PendingWork", "PendingWorks", "TransferWork", "seconds"]
 
 FOREVER_S = 1e9
 
+# A callback of a future may wait for a later collective (PowerSGD's do). It must block neither the
+# thread that runs collectives nor the next completion, so each completion gets a thread; idle
+# threads are reused, as a new one would take longer than a small sum.
+_MAX_WAITING_CALLBACKS = 4096
+
+
+def _new_completions() -> None:
+    global _completions  # noqa: PLW0603 - threads do not survive a fork: a child gets its own
+    _completions = ThreadPoolExecutor(_MAX_WAITING_CALLBACKS, "sml-completion")
+
+
+_completions: ThreadPoolExecutor
+_new_completions()
+os.register_at_fork(after_in_child=_new_completions)
+
 
 def _complete(source: torch.futures.Future[None]) -> None:
-    """Run the callbacks of a future in a thread of their own: they may wait for a later collective
-    (PowerSGD's do), which must block neither the thread that runs collectives nor the next future.
-    """
     try:
-        threading.Thread(target=source.set_result, args=(None,), name="sml-completion").start()
+        _completions.submit(source.set_result, None)
     except RuntimeError:  # the interpreter is ending, and starts no more threads
         source.set_result(None)
 
