@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import select
 import socket
 import struct
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from torchrelay import _native
+from torchrelay._addresses import DISCARD_PORT, mac_of_device
 from torchrelay._resource import Resource
 from torchrelay.aggregation.switch._data_plane import (
     ControlMessage,
@@ -29,15 +31,16 @@ from torchrelay.aggregation.switch._data_plane import (
     SwitchStats,
 )
 from torchrelay.aggregation.switch._libbpf import BpfObject
-from torchrelay.aggregation.switch._xdp_ports import indices_of, link_to
-from torchrelay.errors import ArgumentError, UnavailableError
+from torchrelay.errors import ArgumentError, ConfigError, UnavailableError
 
 __all__ = ["XdpDataPlane"]
 
 _OBJECT = Path(_native.__file__).parent / "switch.bpf.o"
 _CONTROL_TYPE = 2
 _SO_RCVBUFFORCE, _BUFFER_BYTES = 33, 4 << 20
+_MAX_PORTS = 64
 _MAX_WORKERS, _MAX_NUMEL = 64, 256
+_SIOCGARP, _ATF_COM = 0x8954, 2
 _SESSION_COUNTS = tuple(_native.switch_stats())[: _native.SWITCH_NUM_SESSION_STATS]
 
 _u8, _u16, _u32, _u64 = ctypes.c_uint8, ctypes.c_uint16, ctypes.c_uint32, ctypes.c_uint64
@@ -165,7 +168,7 @@ class XdpDataPlane(Resource):
                 "were not; install them (Debian: clang, libbpf-dev) and build again, or use "
                 "--data-plane udp"
             )
-        self._interfaces = indices_of(interfaces)
+        self._interfaces = _indices_of(interfaces)
         self.address, self.max_slots = "0.0.0.0", max_slots
         self._lock = threading.RLock()
         self._sessions: dict[int, _OpenSession] = {}
@@ -258,7 +261,7 @@ class XdpDataPlane(Resource):
 
     def _place_worker(self, opened: _OpenSession, rank: int, address: str) -> None:
         """Send results for ``rank`` through the port of its address."""
-        ifindex, mac, port_mac = link_to(address, self._interfaces, self._sockets[self.port])
+        ifindex, mac, port_mac = _link_to(address, self._interfaces, self._sockets[self.port])
         if opened.ports.setdefault(ifindex, rank) != rank:
             raise ArgumentError(
                 f"XDP: {self._interfaces[ifindex]} already leads to worker {opened.ports[ifindex]} "
@@ -348,3 +351,55 @@ def _bind(port: int) -> socket.socket:
 
 def _counts(entry: SessionEntry) -> dict[str, int]:
     return dict(zip(_SESSION_COUNTS, entry.stats, strict=True))
+
+
+def _indices_of(interfaces: Sequence[str]) -> dict[int, str]:
+    """Return the names of network interfaces by index.
+
+    Raises:
+        ConfigError: there is no such interface, or they are too many.
+    """
+    if not 1 <= len(interfaces) <= _MAX_PORTS:
+        raise ConfigError(f"XDP: {len(interfaces)} interfaces; it takes 1 to {_MAX_PORTS}")
+    found = {}
+    for name in interfaces:
+        try:
+            found[socket.if_nametoindex(name)] = name
+        except OSError:
+            raise ConfigError(f"XDP: there is no network interface {name!r}") from None
+    return found
+
+
+def _link_to(
+    address: str, interfaces: Mapping[int, str], sock: socket.socket
+) -> tuple[int, bytes, bytes]:
+    """Return which of the ports, whose names are given by index, leads to a host; its MAC address,
+    and the port's.
+
+    Args:
+        sock: any UDP socket in the network namespace of the ports.
+
+    Raises:
+        UnavailableError: it is not known yet where the host is; try again.
+    """
+    for ifindex, interface in interfaces.items():
+        mac = _arp_entry(address, interface, sock)
+        if mac is not None:
+            return ifindex, mac, mac_of_device(interface, sock)
+    with contextlib.suppress(OSError):  # makes the kernel resolve the address
+        sock.sendto(b"", (address, DISCARD_PORT))
+    raise UnavailableError(
+        f"XDP: {address} has not answered ARP yet at any of this switch's ports "
+        f"({', '.join(interfaces.values())}); is it on the network of one?"
+    )
+
+
+def _arp_entry(address: str, interface: str, sock: socket.socket) -> bytes | None:
+    family = struct.pack("=H2x4s8x", socket.AF_INET, socket.inet_aton(address))
+    request = struct.pack("=16s16xi16x16s", family, 0, interface.encode())
+    try:
+        entry = fcntl.ioctl(sock, _SIOCGARP, request)
+    except OSError:
+        return None
+    flags: int = struct.unpack_from("=i", entry, 32)[0]
+    return entry[18:24] if flags & _ATF_COM else None
