@@ -153,21 +153,14 @@ class Generators:
         self._last: dict[Origin, tuple[int, torch.Tensor | None]] = {}
 
     def at(self, position: Position) -> torch.Generator:
-        """Return a generator at ``position``."""
+        """Return a generator at ``position``. Its state is unknown then, until :meth:`drawn`."""
         device = position.origin.device
         generator = self._generators.get(device)
         if generator is None:
             generator = self._generators[device] = _new_generator(device)
-        elif self._positions.get(device) == position:
-            return generator
-        generator.set_state(self.state(position))
-        self._positions[device] = position
-        return generator
-
-    def loose_at(self, position: Position) -> torch.Generator:
-        """Return a generator at ``position``, for a draw after which its state is unknown."""
-        generator = self.at(position)
-        del self._positions[position.origin.device]
+        if self._positions.get(device) != position:
+            generator.set_state(self.state(position))
+        self._positions.pop(device, None)
         return generator
 
     def drawn(self, device: torch.device, after: Position) -> None:

@@ -160,9 +160,7 @@ class _Parts:
             raise _NotSliceableError
 
         def at(word: int) -> torch.Generator:
-            return self._replay.generators.loose_at(
-                Position(position.origin, position.words + word)
-            )
+            return self._replay.generators.at(Position(position.origin, position.words + word))
 
         values = node.args[1:] if node.writes else ()
         first = cut.region(target).offset - target.offset

@@ -65,12 +65,6 @@ class Replay:
             history.hold(self.empty(storage))
         return history.cached_view(region)
 
-    def values(self, region: Region, before: int = END) -> torch.Tensor:
-        """Return the values of ``region`` before place ``before`` in the program, in scratch
-        memory. Read only.
-        """
-        return self._values(region, before, keep=False)
-
     def read(self, region: Region) -> torch.Tensor:
         """Return the values of ``region`` now, for a program that is being recorded. Read only.
 
@@ -80,7 +74,7 @@ class Replay:
         if history.is_current():
             self._note_kept([region.storage])
             return history.cached_view(region)
-        return self._values(region, END, keep=True)
+        return self.values(region, keep=True)
 
     @property
     def has_read(self) -> bool:
@@ -96,7 +90,7 @@ class Replay:
         self._note_kept([region.storage])
 
     def _note_kept(self, storages: Iterable[Storage]) -> None:
-        """Note that ``storages`` keep memory that can be computed again, and was just used."""
+        """Note that ``storages`` keep memory, which was just used and can be computed again."""
         for storage in storages:
             self._kept_bytes -= self._kept.pop(storage, 0)
             self._kept[storage] = max(storage.size_bytes, _LEAST_BYTES)
@@ -115,7 +109,13 @@ class Replay:
             storage.history().drop()
             self._kept_bytes -= self._kept.pop(storage)
 
-    def _values(self, region: Region, before: int, keep: bool) -> torch.Tensor:
+    def values(self, region: Region, before: int = END, *, keep: bool = False) -> torch.Tensor:
+        """Return the values of ``region`` before place ``before`` in the program. Read only.
+
+        Args:
+            keep: what is computed for them stays, as for :meth:`read`; if not, all is done in
+                scratch memory.
+        """
         history = region.storage.history()
         if before == END and history.escaped is not None and history.real is not None:
             return region.over(history.real)
