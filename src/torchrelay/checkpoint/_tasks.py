@@ -7,8 +7,9 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 __all__ = ["memory_at", "no_collection", "run_tasks", "usable_threads"]
@@ -22,19 +23,26 @@ def usable_threads(threads: int | None) -> int:
 
 
 def run_tasks(tasks: Sequence[Callable[[], None]], threads: int) -> None:
-    """Run all tasks; after an error, start no more, and raise the first in the order of tasks."""
+    """Run all tasks; after an error, start no more, and raise it."""
     if len(tasks) == 1:
         tasks[0]()
         return
-    with ThreadPoolExecutor(threads, "torchrelay-checkpoint") as pool:
-        futures = [pool.submit(task) for task in tasks]
+    todo = iter(tasks)  # which all threads take from
+
+    def work() -> None:
         try:
-            wait(futures, return_when=FIRST_EXCEPTION)
+            for task in todo:
+                task()
         finally:
-            pool.shutdown(cancel_futures=True)
-    for future in futures:
-        if not future.cancelled():
-            future.result()
+            deque(todo, maxlen=0)  # after an error, there is nothing left to do
+
+    with ThreadPoolExecutor(threads, "torchrelay-checkpoint") as pool:
+        futures = [pool.submit(work) for _ in tasks[:threads]]
+        try:
+            for future in futures:
+                future.result()
+        finally:
+            deque(todo, maxlen=0)
 
 
 @contextmanager
