@@ -37,8 +37,9 @@ def lines_of(
     """Return how many lines of a module each test file runs."""
     found: defaultdict[str, set[int]] = defaultdict(set)
     for line, contexts in data.contexts_by_lineno(str(module)).items():
-        for context in contexts:  # [PACKAGE.]STEM.TEST
-            if file := files.get(tuple(context.split(".")[-2:])):  # type: ignore[call-overload]
+        for context in filter(None, contexts):
+            stem, test = context.split(".")[-2:]
+            if file := files.get((stem, test)):
                 found[file].add(line)
     return Counter({file: len(lines) for file, lines in found.items()})
 

@@ -121,7 +121,7 @@ class _Finder(MetaPathFinder, Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """It has run already; the import system has replaced only its spec."""
+        """Do nothing. It has run already; the import system has replaced only its spec."""
         assert module.__spec__ is not None
         module.__spec__ = self._own_specs.pop(module.__spec__.name)
 

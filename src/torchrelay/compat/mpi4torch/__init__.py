@@ -78,7 +78,7 @@ class MPI_Communicator(Communicator):  # noqa: N801 - mpi4torch's name
         return _overwritten(tensor, lambda given: super(MPI_Communicator, self).Bcast_(given, root))
 
     def Reduce_(self, tensor: Tensor, op: Op, root: int) -> Tensor:
-        """The reduction on root, in place; ``tensor`` itself has no derivative from here on."""
+        """Reduce to root, in place; ``tensor`` itself has no derivative from here on."""
         return _overwritten(
             tensor, lambda given: super(MPI_Communicator, self).Reduce_(given, op, root)
         )
