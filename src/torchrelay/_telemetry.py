@@ -15,10 +15,10 @@ from typing import NamedTuple
 
 from torchrelay import _torch
 
-__all__ = ["EventCounts", "Sample", "counts", "event", "publish", "samples"]
+__all__ = ["EventCounts", "MetricSample", "counts", "event", "publish", "samples"]
 
 
-class Sample(NamedTuple):
+class MetricSample(NamedTuple):
     """A statistic at this moment.
 
     Args:
@@ -44,7 +44,7 @@ class EventCounts:
 
 _lock = threading.Lock()
 _counts: dict[tuple[str, str], EventCounts] = {}
-_sources: list[Callable[[], Iterable[Sample]]] = []
+_sources: list[Callable[[], Iterable[MetricSample]]] = []
 
 
 @contextmanager
@@ -71,7 +71,7 @@ def event(component: str, name: str, subject: str = "") -> Iterator[EventCounts]
     logging.getLogger(f"torchrelay.{component}").info("%s: %.3g s%s", what, seconds, size)
 
 
-def publish(source: Callable[[], Iterable[Sample]]) -> None:
+def publish(source: Callable[[], Iterable[MetricSample]]) -> None:
     """Export what ``source`` returns. It is called in any thread."""
     _sources.append(source)
 
@@ -82,9 +82,9 @@ def counts() -> dict[tuple[str, str], EventCounts]:
         return {key: EventCounts(**vars(total)) for key, total in _counts.items()}
 
 
-def samples() -> list[Sample]:
+def samples() -> list[MetricSample]:
     """Return the statistics of all sources; those of equal name and labels are added up."""
-    found: dict[tuple[str, tuple[tuple[str, str], ...]], Sample] = {}
+    found: dict[tuple[str, tuple[tuple[str, str], ...]], MetricSample] = {}
     for source in _sources:
         for sample in source():
             key = sample.name, tuple(sorted(sample.labels.items()))

@@ -70,7 +70,7 @@ def test_a_port_that_is_taken_is_named() -> None:
 
 
 def test_statistics_of_equal_labels_are_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    one = _telemetry.Sample("part_things", "Things", "counter", 2.0, {"kind": "a"})
+    one = _telemetry.MetricSample("part_things", "Things", "counter", 2.0, {"kind": "a"})
     monkeypatch.setattr(_telemetry, "_sources", [])
     _telemetry.publish(lambda: [one, one._replace(value=3.0)])
     _telemetry.publish(lambda: [one._replace(labels={"kind": "b"})])

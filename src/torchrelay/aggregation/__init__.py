@@ -102,9 +102,9 @@ def stats() -> dict[str, PlaneStats]:
     return totals
 
 
-def _samples() -> Iterator[_telemetry.Sample]:
-    def sample(name: str, meaning: str, value: float, **labels: str) -> _telemetry.Sample:
-        return _telemetry.Sample(f"aggregation_{name}", meaning, "counter", value, labels)
+def _samples() -> Iterator[_telemetry.MetricSample]:
+    def sample(name: str, meaning: str, value: float, **labels: str) -> _telemetry.MetricSample:
+        return _telemetry.MetricSample(f"aggregation_{name}", meaning, "counter", value, labels)
 
     for name, of in stats().items():
         yield sample("collectives", "Collectives that were run", of.jobs, plane=name)

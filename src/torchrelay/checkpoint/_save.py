@@ -34,7 +34,7 @@ from torchrelay.checkpoint._saving import (
 )
 from torchrelay.checkpoint._storage import Path, text_of
 from torchrelay.checkpoint._tensors import address_of, data_of, plain
-from torchrelay.checkpoint._writer_process import Job, Plan
+from torchrelay.checkpoint._writer_process import Plan, WriteJob
 from torchrelay.errors import ArgumentError, OperationTimeoutError, PeerLostError, from_json
 
 if TYPE_CHECKING:
@@ -313,7 +313,7 @@ class _Writer:
             self._is_sent = False
         return self._plan
 
-    def submit(self, job: Job, fds: Sequence[int]) -> SaveHandle:
+    def submit(self, job: WriteJob, fds: Sequence[int]) -> SaveHandle:
         """Send a job, duplicates of the descriptors ``fds``, and what the process lacks."""
         assert self.helper is not None
         if not self._is_sent:
@@ -417,7 +417,7 @@ def async_save(
             if ranks.is_coordinator:
                 transaction.discard()
             raise
-        job = Job(
+        job = WriteJob(
             saving.path,
             options,
             save_id,

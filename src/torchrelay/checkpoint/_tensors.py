@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch.distributed import DeviceMesh
 
 __all__ = [
-    "Block",
+    "TensorBlock",
     "TensorLayout",
     "TensorState",
     "address_of",
@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 
-class Block(NamedTuple):
+class TensorBlock(NamedTuple):
     """A block of a tensor that a process holds.
 
     ``positions`` are the places in the tensor's mesh that have the same block; None: every rank
@@ -54,7 +54,7 @@ class TensorLayout(NamedTuple):
 
     dtype: Dtype
     described: TensorDescription
-    blocks: tuple[Block, ...]
+    blocks: tuple[TensorBlock, ...]
 
 
 class TensorState(NamedTuple):
@@ -201,7 +201,9 @@ def _layout(
 ) -> TensorLayout:
     described = TensorDescription(dtype.name, shape, layout, mesh)
     return TensorLayout(
-        dtype, described, tuple(Block(box, at, box.numel * dtype.itemsize) for box, at in blocks)
+        dtype,
+        described,
+        tuple(TensorBlock(box, at, box.numel * dtype.itemsize) for box, at in blocks),
     )
 
 

@@ -36,7 +36,7 @@ from torchrelay.checkpoint._saving import (
 from torchrelay.checkpoint._types import Box, DataFile
 from torchrelay.errors import OperationTimeoutError, PeerLostError, from_json
 
-__all__ = ["Job", "Plan"]
+__all__ = ["Plan", "WriteJob"]
 
 _POLL_S = 0.02
 _NOTE = "torchrelay-part-{:05d}.json"  # NOTE_NAME, of the rank with this index
@@ -55,7 +55,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Job:
+class WriteJob:
     """A save, as a trainer sends it to its writer process. File descriptors come with it: of the
     staging memory if it is new, and those of the transaction.
 
@@ -85,7 +85,7 @@ def main(fd: int) -> None:
     # Once the trainer is gone; what it has sent is committed or discarded all the same.
     with suppress(PeerLostError):
         while received := channel.receive():
-            job: Job = received[0]
+            job: WriteJob = received[0]
             fds = received[1]
             if job.new_staging:
                 staging = _native.SharedMemory.from_fd(fds[0], True)
@@ -108,7 +108,7 @@ def main(fd: int) -> None:
 class _Writing:
     """One save: this rank's part and, on the coordinator, the commit."""
 
-    job: Job
+    job: WriteJob
     plan: Plan
     staging: _native.SharedMemory | None
     saving: Saving

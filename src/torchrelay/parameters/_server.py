@@ -392,13 +392,13 @@ def _keys_and_lengths(keys: Any, length: int) -> tuple[int, list[int]]:
     return (len(lengths), [lengths[0]]) if len(set(lengths)) == 1 else (len(lengths), lengths)
 
 
-def _samples() -> Iterator[_telemetry.Sample]:
+def _samples() -> Iterator[_telemetry.MetricSample]:
     for server in list(_LEADERS):
         labels = {"table": str(server.table), "node": str(server.node)}
         for name, value in server.statistics().items():
             kind = "gauge" if name == "replicas" else "counter"
             meaning = f"{name.replace('_', ' ').capitalize()} of a node; see parameters.Metrics"
-            yield _telemetry.Sample(f"parameters_{name}", meaning, kind, value, labels)
+            yield _telemetry.MetricSample(f"parameters_{name}", meaning, kind, value, labels)
 
 
 _telemetry.publish(_samples)

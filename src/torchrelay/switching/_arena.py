@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from torchrelay.errors import ArgumentError, CapacityError
 from torchrelay.switching._contract import align
 
-__all__ = ["Arena", "Block", "Placement"]
+__all__ = ["Arena", "ArenaBlock", "Placement"]
 
 
 @dataclass(frozen=True)
-class Block:
+class ArenaBlock:
     """A run of bytes: free if `model` is empty, else one group of a model."""
 
     offset_bytes: int
@@ -45,7 +45,7 @@ class Placement:
 class _Tenant:
     """The state of one model in the arena."""
 
-    blocks: dict[int, Block] = field(default_factory=dict)  # by group
+    blocks: dict[int, ArenaBlock] = field(default_factory=dict)  # by group
     ready: set[int] = field(default_factory=set)
     pins: int = 0
     priority: int = 0
@@ -60,7 +60,7 @@ class Arena:
         self._tenants: dict[str, _Tenant] = {}
         self._clock = 0
 
-    def blocks(self) -> list[Block]:
+    def blocks(self) -> list[ArenaBlock]:
         """Return all blocks, free ones included, by offset."""
         return self._tiled(
             block for tenant in self._tenants.values() for block in tenant.blocks.values()
@@ -91,7 +91,7 @@ class Arena:
                 "start the server with a larger arena"
             )
         tenant = self._tenants.get(model, _Tenant())
-        evicted: list[Block] = []
+        evicted: list[ArenaBlock] = []
         if len(tenant.blocks) < len(sizes):
             blocks = self.blocks()
             placed = self._place(model, sizes, blocks)
@@ -155,23 +155,25 @@ class Arena:
         if not tenant.blocks and not tenant.pins:
             del self._tenants[model]
 
-    def _tiled(self, blocks: Iterable[Block]) -> list[Block]:
+    def _tiled(self, blocks: Iterable[ArenaBlock]) -> list[ArenaBlock]:
         """Return `blocks` by offset, with a free one for each gap between them."""
-        tiled: list[Block] = []
+        tiled: list[ArenaBlock] = []
         start = 0
         used = sorted((one for one in blocks if one.size_bytes), key=lambda one: one.offset_bytes)
-        for block in [*used, Block(self.size_bytes, 0)]:
+        for block in [*used, ArenaBlock(self.size_bytes, 0)]:
             if block.offset_bytes > start:
-                tiled.append(Block(start, block.offset_bytes - start))
+                tiled.append(ArenaBlock(start, block.offset_bytes - start))
             if block.size_bytes:
                 tiled.append(block)
             start = block.end_bytes
         return tiled
 
-    def _place(self, model: str, sizes: Sequence[int], blocks: list[Block]) -> list[Block] | None:
+    def _place(
+        self, model: str, sizes: Sequence[int], blocks: list[ArenaBlock]
+    ) -> list[ArenaBlock] | None:
         """Return `blocks` with those groups of `model` that they lack, empty groups included."""
         kept = {block.group for block in blocks if block.model == model}
-        empty = [Block(0, 0, model, group) for group, size in enumerate(sizes) if not size]
+        empty = [ArenaBlock(0, 0, model, group) for group, size in enumerate(sizes) if not size]
         # Large groups first: small ones fit what is left.
         lacking = {group for group, size in enumerate(sizes) if size} - kept
         for group in sorted(lacking, key=lambda one: -sizes[one]):
@@ -179,14 +181,14 @@ class Arena:
             if window is None:
                 return None
             start, end = window
-            new = Block(blocks[start].offset_bytes, sizes[group], model, group)
+            new = ArenaBlock(blocks[start].offset_bytes, sizes[group], model, group)
             blocks = self._tiled(
                 block for block in [*blocks[:start], new, *blocks[end:]] if block.model
             )
         return [*blocks, *empty]
 
     def _cheapest_window(
-        self, blocks: list[Block], model: str, size_bytes: int
+        self, blocks: list[ArenaBlock], model: str, size_bytes: int
     ) -> tuple[int, int] | None:
         """Return the run of blocks [start, end) of at least `size_bytes` whose eviction costs
         least.

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_iter
 from torchrelay import _torch
 from torchrelay.errors import ModelError
 from torchrelay.switching._contract import align
-from torchrelay.switching._layout import Layout, TensorSpec, view_of
+from torchrelay.switching._layout import ModelLayout, TensorSpec, view_of
 
 __all__ = ["Arrivals", "Binding", "prepare"]
 
@@ -45,7 +45,7 @@ class Binding:
     """
 
     def __init__(
-        self, module: torch.nn.Module, layout: Layout, device: torch.device, nowhere: int
+        self, module: torch.nn.Module, layout: ModelLayout, device: torch.device, nowhere: int
     ) -> None:
         """Take `module`, whose tensors are those of `layout`.
 
@@ -154,7 +154,7 @@ class Arrivals(TorchDispatchMode):
 
 def prepare() -> None:
     """Import what torch imports when the first dispatch mode is entered; that takes seconds."""
-    empty = Binding(torch.nn.Module(), Layout((), ()), torch.device("cpu"), 0)
+    empty = Binding(torch.nn.Module(), ModelLayout((), ()), torch.device("cpu"), 0)
     with Arrivals(empty, lambda _: None):
         torch.zeros(1)
 

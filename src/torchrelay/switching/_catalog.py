@@ -13,7 +13,7 @@ import torch
 from torchrelay.config import Switching
 from torchrelay.errors import CapacityError, ModelError, NotFoundError, TorchRelayError, from_json
 from torchrelay.switching import _messages
-from torchrelay.switching._contract import Link
+from torchrelay.switching._contract import WorkerLink
 from torchrelay.switching._fleet import Fleet, WorkerProcess
 from torchrelay.switching._loop import Loop
 from torchrelay.switching._planner import Costs, Grouped
@@ -35,7 +35,7 @@ class Catalog:
     queue: RequestQueue
     residency: Residency
     fleet: Fleet
-    link: Link
+    link: WorkerLink
     costs: Costs
     options: Switching
     models: dict[str, Served] = field(default_factory=dict)

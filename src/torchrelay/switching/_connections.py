@@ -18,7 +18,14 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from torchrelay.errors import UnavailableError
 
-__all__ = ["MAX_CONNECTIONS", "ON_DISCONNECT", "REQUEST_TIMEOUT_S", "Connection", "Server", "bind"]
+__all__ = [
+    "MAX_CONNECTIONS",
+    "ON_DISCONNECT",
+    "REQUEST_TIMEOUT_S",
+    "Connection",
+    "HttpServer",
+    "bind",
+]
 
 MAX_CONNECTIONS = 1024
 #: How long a connection may take to send the head of its first or next request, and then its body.
@@ -53,7 +60,7 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-class Server(uvicorn.Server):
+class HttpServer(uvicorn.Server):
     """Serves an application until :meth:`end` or a failure."""
 
     def __init__(

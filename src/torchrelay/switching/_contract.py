@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-__all__ = ["ALIGNMENT_BYTES", "Copy", "DeviceMemory", "Link", "align"]
+__all__ = ["ALIGNMENT_BYTES", "Copy", "DeviceMemory", "WorkerLink", "align"]
 
 # What cudaMalloc guarantees, and what vectorised kernels may rely on.
 ALIGNMENT_BYTES = 512
@@ -66,7 +66,7 @@ class Copy:
     offset_bytes: int  # in the arena
 
 
-class Link(Protocol):
+class WorkerLink(Protocol):
     """Moves bytes from host memory into an arena, in the order of the calls."""
 
     def start(self, copies: list[Copy]) -> Callable[[], None]:

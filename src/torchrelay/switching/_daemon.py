@@ -15,7 +15,7 @@ from torchrelay.errors import NotFoundError, TorchRelayError, UnavailableError
 from torchrelay.switching import _messages
 from torchrelay.switching._cache import SharedCache
 from torchrelay.switching._catalog import Catalog
-from torchrelay.switching._contract import Link
+from torchrelay.switching._contract import WorkerLink
 from torchrelay.switching._dispatcher import Dispatcher
 from torchrelay.switching._fleet import Fleet, WorkerProcess
 from torchrelay.switching._loop import Loop
@@ -50,7 +50,12 @@ class Daemon:
     """
 
     def __init__(
-        self, store: ModelStore, cache: SharedCache, link: Link, costs: Costs, options: Switching
+        self,
+        store: ModelStore,
+        cache: SharedCache,
+        link: WorkerLink,
+        costs: Costs,
+        options: Switching,
     ) -> None:
         self.options = options
         self._store = store

@@ -41,7 +41,7 @@ _HISTORY = 100
 
 
 @dataclass(eq=False)
-class _Run:
+class _RunningBatch:
     """A request, or a batch of them, on a worker."""
 
     run_id: int
@@ -68,7 +68,7 @@ class Dispatcher:
     fills_batches: bool = True  # False: nothing more comes to join one
     batch_starts_at: float = math.inf  # the latest for one that waits for more requests
     history: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_HISTORY))
-    _run: _Run | None = field(default=None, init=False)
+    _run: _RunningBatch | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.residency.on_arrived = self._on_arrived
@@ -141,7 +141,7 @@ class Dispatcher:
         """Pass on that a group of a model is in place."""
         if self._run is not None and self.model == model:
             self._run.first_group = self._run.first_group or time.monotonic()
-            self._run.worker.send(_messages.Arrived(self._run.run_id, group))
+            self._run.worker.send(_messages.GroupCopied(self._run.run_id, group))
 
     def _on_copy_failed(self, model: str, error: Exception) -> None:
         """Fail the request whose model could not be copied."""
@@ -210,7 +210,9 @@ class Dispatcher:
         first_group = 0.0 if pinned.missing else now
         worker.request_id = run_id = new_id()
         copied_bytes = pinned.copied_bytes
-        self._run = _Run(run_id, requests, worker, served, copied_bytes, overlaps, now, first_group)
+        self._run = _RunningBatch(
+            run_id, requests, worker, served, copied_bytes, overlaps, now, first_group
+        )
         worker.expect_answer(self.options.run_timeout_s)
         if worker.loaded.get(served.name) != served.key:
             self.catalog.send_build(worker, served)
@@ -227,13 +229,13 @@ class Dispatcher:
         )
         worker.send(message)
 
-    def _ended(self) -> _Run:
+    def _ended(self) -> _RunningBatch:
         run, self._run = self._run, None
         assert run is not None
         self.residency.unpin(run.served.name)
         return run
 
-    def _reply(self, run: _Run, result: _messages.Result) -> Reply:
+    def _reply(self, run: _RunningBatch, result: _messages.Result) -> Reply:
         reply = Reply(
             run.served.name,
             run.served.model.version,

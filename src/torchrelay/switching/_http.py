@@ -33,7 +33,7 @@ from torchrelay.errors import (
 )
 from torchrelay.switching._connections import ON_DISCONNECT
 from torchrelay.switching._guard import Guard
-from torchrelay.switching._metrics import Metrics
+from torchrelay.switching._metrics import ServerMetrics
 from torchrelay.switching._models_file import ModelEntry
 from torchrelay.switching._queue import Reply
 from torchrelay.switching._store import ModelStore, StoredModel
@@ -91,7 +91,7 @@ class Application:
         self._is_controlled = settings.repository_control
         self._max_bytes = settings.request_bytes + _HEADER_BYTES
         self._free_bytes = _BODIES * self._max_bytes
-        self._metrics = Metrics(switcher)
+        self._metrics = ServerMetrics(switcher)
         self._outputs: dict[tuple[str, int], list[dict[str, Any]]] = {}
         self._loading = {name: asyncio.Lock() for name in entries}
         self._page = Path(__file__).with_name("status.html").read_text()

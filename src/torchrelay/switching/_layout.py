@@ -15,8 +15,8 @@ from torchrelay.errors import UnsupportedError
 from torchrelay.switching._contract import align
 
 __all__ = [
-    "Layout",
-    "Storage",
+    "ModelLayout",
+    "ModelStorage",
     "TensorSpec",
     "layout_of",
     "named_tensors",
@@ -25,7 +25,7 @@ __all__ = [
 
 
 @dataclass
-class Storage:
+class ModelStorage:
     """One storage of a module, with the tensors that view it."""
 
     source: torch.UntypedStorage
@@ -64,7 +64,7 @@ class TensorSpec:
 
 
 @dataclass(frozen=True)
-class Layout:
+class ModelLayout:
     """The sizes of storages and the tensors over them."""
 
     storages: tuple[int, ...]  # bytes
@@ -87,13 +87,13 @@ def named_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]
                 yield (f"{prefix}.{name}" if prefix else name), tensor
 
 
-def layout_of(module: torch.nn.Module) -> tuple[Layout, list[Storage]]:
+def layout_of(module: torch.nn.Module) -> tuple[ModelLayout, list[ModelStorage]]:
     """Return the layout of `module`, and its storages, in the order of registration.
 
     Raises:
         UnsupportedError: a tensor has no plain storage (sparse, quantized by subclass, fake).
     """
-    storages: dict[int, Storage] = {}  # by address
+    storages: dict[int, ModelStorage] = {}  # by address
     specs: dict[int, TensorSpec] = {}  # by the tensor's id
     for path, tensor in named_tensors(module):
         known = specs.get(id(tensor))
@@ -103,7 +103,7 @@ def layout_of(module: torch.nn.Module) -> tuple[Layout, list[Storage]]:
         source = _storage_of(path, tensor)
         # Storages of zero bytes share the address 0 without being one storage.
         key = source.data_ptr() or -len(storages) - 1
-        storage = storages.setdefault(key, Storage(source, len(storages)))
+        storage = storages.setdefault(key, ModelStorage(source, len(storages)))
         storage.tensors.append(tensor)
         specs[id(tensor)] = TensorSpec(
             (path,),
@@ -116,7 +116,7 @@ def layout_of(module: torch.nn.Module) -> tuple[Layout, list[Storage]]:
             int(tensor.storage_offset()),
         )
     sizes = tuple(storage.size_bytes for storage in storages.values())
-    return Layout(sizes, tuple(specs.values())), list(storages.values())
+    return ModelLayout(sizes, tuple(specs.values())), list(storages.values())
 
 
 def view_of(

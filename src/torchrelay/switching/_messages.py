@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from torchrelay.switching._factory import Factory
-from torchrelay.switching._layout import Layout
+from torchrelay.switching._layout import ModelLayout
 from torchrelay.switching._profile import Profile
 from torchrelay.switching._request_buffer import Written
 
@@ -20,7 +20,7 @@ class Load(NamedTuple):
     model: str
     version: int
     factory: Factory
-    layout: Layout
+    layout: ModelLayout
     groups: Groups
 
 
@@ -44,7 +44,7 @@ class Run(NamedTuple):
     is_profile: bool
 
 
-class Arrived(NamedTuple):
+class GroupCopied(NamedTuple):
     """A missing group of the running request is in place."""
 
     request_id: int

@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 from torchrelay.switching._daemon import COUNTERS
 from torchrelay.switching._switcher import Switcher
 
-__all__ = ["Metrics"]
+__all__ = ["ServerMetrics"]
 
 _PARTS = {
     "queue": "waiting for a worker",
@@ -26,7 +26,7 @@ _PARTS = {
 }
 
 
-class Metrics(Collector):
+class ServerMetrics(Collector):
     """The metrics of one server: the switcher's status at the time of the scrape."""
 
     def __init__(self, switcher: Switcher) -> None:

@@ -17,8 +17,8 @@ from itertools import accumulate, pairwise
 import numpy as np
 import torch
 
-from torchrelay.switching._contract import Copy, Link, align
-from torchrelay.switching._layout import Layout
+from torchrelay.switching._contract import Copy, WorkerLink, align
+from torchrelay.switching._layout import ModelLayout
 from torchrelay.switching._profile import Profile
 
 __all__ = ["Costs", "Grouped", "best_grouping", "measure_link"]
@@ -75,7 +75,7 @@ def best_grouping(
     return tuple(reversed(ends))
 
 
-def measure_link(link: Link, source: torch.Tensor) -> Costs:
+def measure_link(link: WorkerLink, source: torch.Tensor) -> Costs:
     """Return the rate and overhead of copies of `source` (uint8) to the start of the arena.
 
     `source` should be larger than the processor's caches. The arena's contents there are lost: for
@@ -100,17 +100,17 @@ def measure_link(link: Link, source: torch.Tensor) -> Costs:
 class Grouped:
     """The groups of a model, in the order in which they are copied."""
 
-    layout: Layout
+    layout: ModelLayout
     groups: tuple[tuple[int, ...], ...]  # storages
 
     @classmethod
-    def one_group(cls, layout: Layout) -> Grouped:
+    def one_group(cls, layout: ModelLayout) -> Grouped:
         """Return one group for the whole model."""
         return cls(layout, (tuple(range(len(layout.storages))),))
 
     @classmethod
     def of_profile(
-        cls, layout: Layout, profile: Profile, costs: Costs, policy: str = "best"
+        cls, layout: ModelLayout, profile: Profile, costs: Costs, policy: str = "best"
     ) -> Grouped:
         """Group the profiled layers: as the planner decides ("best"), into "one" group, or each on
         its own ("layer").

@@ -13,7 +13,7 @@ from functools import partial
 
 from torchrelay.errors import TorchRelayError
 from torchrelay.switching._arena import Arena
-from torchrelay.switching._contract import Copy, Link
+from torchrelay.switching._contract import Copy, WorkerLink
 from torchrelay.switching._loop import Loop
 from torchrelay.switching._planner import Grouped
 from torchrelay.switching._store import StoredModel
@@ -120,7 +120,7 @@ class Residency:
     on_arrived: Callable[[str, int], None]
     on_failed: Callable[[str, Exception], None]
 
-    def __init__(self, loop: Loop, link: Link, size_bytes: int, counts: Counter[str]) -> None:
+    def __init__(self, loop: Loop, link: WorkerLink, size_bytes: int, counts: Counter[str]) -> None:
         self.arena = Arena(size_bytes)
         self.seconds_copying = 0.0
         self._loop = loop

@@ -56,7 +56,7 @@ def serve(file: ModelsFile, *, report: Callable[[str], None] = print) -> None:
         TorchRelayError: a model cannot be built or loaded, or the switcher failed.
     """
     try:
-        from torchrelay.switching._connections import Server, bind  # noqa: PLC0415 - an extra
+        from torchrelay.switching._connections import HttpServer, bind  # noqa: PLC0415 - an extra
         from torchrelay.switching._http import Application  # noqa: PLC0415
     except ImportError as error:
         raise UnavailableError(
@@ -69,7 +69,7 @@ def serve(file: ModelsFile, *, report: Callable[[str], None] = print) -> None:
         _opened(file, options, report) as (switcher, store),
     ):
         address = f"http://{options.host}:{listener.getsockname()[1]}"
-        server = Server(
+        server = HttpServer(
             Application(switcher, store, file.models, options),
             options.grace_s,
             on_start=lambda: report(f"serving on {address}"),

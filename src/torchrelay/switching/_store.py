@@ -20,7 +20,7 @@ from torchrelay.buffers import Segment
 from torchrelay.errors import ArgumentError, NotFoundError, UnsupportedError
 from torchrelay.switching._contract import align
 from torchrelay.switching._factory import Factory, hidden_tensors
-from torchrelay.switching._layout import Layout, Storage, layout_of
+from torchrelay.switching._layout import ModelLayout, ModelStorage, layout_of
 
 __all__ = ["InputLike", "InputSpec", "ModelStore", "StoredModel"]
 
@@ -100,7 +100,7 @@ class StoredModel:
 
     name: str
     factory: Factory
-    layout: Layout
+    layout: ModelLayout
     offsets: tuple[int, ...]  # bytes from the start of the segment, one for each storage
     segment: Segment
     inputs: tuple[InputSpec, ...]
@@ -276,7 +276,7 @@ def _check_batching(
         )
 
 
-def _check_hidden(name: str, module: torch.nn.Module, storages: list[Storage]) -> None:
+def _check_hidden(name: str, module: torch.nn.Module, storages: list[ModelStorage]) -> None:
     """Refuse tensors that would not follow the weights of a file into a worker."""
     loaded = {storage.source.data_ptr() for storage in storages if storage.size_bytes}
     for tensor in hidden_tensors(module):

@@ -17,7 +17,7 @@ from torchrelay.config import Switching, check_value
 from torchrelay.config import load as load_settings
 from torchrelay.errors import ArgumentError, CapacityError, OperationTimeoutError, UnavailableError
 from torchrelay.switching._cache import SharedCache
-from torchrelay.switching._contract import Link, align
+from torchrelay.switching._contract import WorkerLink, align
 from torchrelay.switching._daemon import Daemon
 from torchrelay.switching._factory import Factory
 from torchrelay.switching._host import HostLink
@@ -317,7 +317,7 @@ def _check_priority(priority: int) -> None:
         )
 
 
-def _link(cache: SharedCache, link_gbps: float) -> Link:
+def _link(cache: SharedCache, link_gbps: float) -> WorkerLink:
     arena = cache.tensor((cache.size_bytes,), torch.uint8)
     if cache.device.type == "cpu":
         return HostLink(arena, gbytes_per_s=link_gbps)

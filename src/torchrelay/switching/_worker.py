@@ -237,7 +237,10 @@ class ModelRunner:
             message, _ = self._receive()
             if self._stops(message):
                 raise _StoppedError
-            if isinstance(message, _messages.Arrived) and message.request_id == self._request_id:
+            if (
+                isinstance(message, _messages.GroupCopied)
+                and message.request_id == self._request_id
+            ):
                 loaded.arrive(message.group)
 
     def _await_all(self, loaded: _Loaded) -> None:

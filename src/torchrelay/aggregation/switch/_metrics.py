@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from torchrelay import _native
-from torchrelay._telemetry import Sample
+from torchrelay._telemetry import MetricSample
 from torchrelay.aggregation.switch._data_plane import SwitchStats
 
 __all__ = ["as_dict", "samples"]
@@ -26,16 +26,16 @@ def as_dict(stats: SwitchStats) -> dict[str, Any]:
     return values
 
 
-def samples(stats: SwitchStats) -> Iterator[Sample]:
+def samples(stats: SwitchStats) -> Iterator[MetricSample]:
     """Yield the statistics for Prometheus."""
     labels = {"data_plane": stats.data_plane}
     for name, meaning in _native.switch_stats().items():
-        yield Sample(f"switch_{name}", meaning, "counter", stats.counts[name], labels)
+        yield MetricSample(f"switch_{name}", meaning, "counter", stats.counts[name], labels)
     sessions = "Sessions that are open"
-    yield Sample("switch_sessions", sessions, "gauge", len(stats.sessions), labels)
+    yield MetricSample("switch_sessions", sessions, "gauge", len(stats.sessions), labels)
     again = "Packets that a worker of an open session sent again"
     for index, session in enumerate(stats.sessions):
         for rank, worker in enumerate(session.workers):
             place = {"session": str(index), "worker": str(rank)}
             count = worker.retransmissions
-            yield Sample("switch_worker_retransmissions", again, "gauge", count, place)
+            yield MetricSample("switch_worker_retransmissions", again, "gauge", count, place)
