@@ -85,47 +85,22 @@ class _Kernel(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return operator_results(func, args, self.work)
 
 
-class SmlGroup(_ProcessGroup):  # type: ignore[misc]
-    """Ranks that communicate over one data plane, for the devices whose backend is ``sml``.
+class _NamedGroup(_ProcessGroup):  # type: ignore[misc]
+    """A group's store and names. Those that c10d sets reach ``others`` too.
 
     It is also the backend of its devices that c10d asks for what it supports.
-
-    Args:
-        plane: the group owns it and closes it.
-        store: the group's own.
-        timeout_s: for calls that give none.
-        processes: of the ranks, by global rank; kept while the group is in use.
-        devices: the device types of ``sml`` in this group.
-        others: a plain group of the same ranks that holds the backends of all other device types;
-            c10d's names reach it too.
     """
 
     supports_coalescing = supports_shrinking = supports_splitting = supports_time_estimate = False
     # Since torch 2.15.
     supports_reconfigure = supports_window = False
 
-    def __init__(
-        self,
-        plane: Plane,
-        store: dist.Store,
-        rank: int,
-        size: int,
-        timeout_s: float,
-        processes: dict[int, Process],
-        devices: Sequence[str],
-        others: dist.ProcessGroup | None,
-    ) -> None:
+    def __init__(self, store: dist.Store, rank: int, size: int, others: Any) -> None:
         super().__init__(rank, size)
-        self._on = Collectives(plane, rank, size, timeout_s)
         self._store = store
         self._others: Any = _ProcessGroup(store, rank, size) if others is None else others
         self._name = self._desc = ""
-        self._devices = frozenset(devices)
-        self._has_cpu = "cpu" in devices
-        self.processes = processes
-        self.is_closed = False
         name_backend(self, "sml")
-        LIVING.add(self)
 
     def name(self) -> str:
         return "sml"
@@ -154,6 +129,39 @@ class SmlGroup(_ProcessGroup):  # type: ignore[misc]
 
     def get_group_store(self) -> dist.Store:
         return self._store
+
+
+class SmlGroup(_NamedGroup):
+    """Ranks that communicate over one data plane, for the devices whose backend is ``sml``.
+
+    Args:
+        plane: the group owns it and closes it.
+        store: the group's own.
+        timeout_s: for calls that give none.
+        processes: of the ranks, by global rank; kept while the group is in use.
+        devices: the device types of ``sml`` in this group.
+        others: a plain group of the same ranks that holds the backends of all other device types;
+            c10d's names reach it too.
+    """
+
+    def __init__(
+        self,
+        plane: Plane,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        timeout_s: float,
+        processes: dict[int, Process],
+        devices: Sequence[str],
+        others: dist.ProcessGroup | None,
+    ) -> None:
+        super().__init__(store, rank, size, others)
+        self._on = Collectives(plane, rank, size, timeout_s)
+        self._devices = frozenset(devices)
+        self._has_cpu = "cpu" in devices
+        self.processes = processes
+        self.is_closed = False
+        LIVING.add(self)
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._on.timeout_s = timeout.total_seconds()
