@@ -27,21 +27,8 @@ __all__ = ["AccessHandle", "Worker"]
 _PULL, _PUSH, _SET, _PULL_ROWS, _SET_ROWS = _native.TableOp
 
 
-class Worker(Resource):
-    """Reads and writes any key of the table. For one thread at a time. A context manager.
-
-    Operations of one worker on one key take effect in call order, including asynchronous ones: an
-    operation first waits for unfinished ones on its keys. Added pushes do not wait for each other.
-    Buffers of an asynchronous call must not change before it is finished, and are kept alive until
-    then.
-
-    Args:
-        worker_id: the index of this worker in its node, below ``setup``'s ``num_threads``.
-        server: this process's part of the table.
-
-    Raises:
-        ArgumentError: the index is in use or too large.
-    """
+class _KeyAccess(Resource):
+    """The part of a :class:`Worker` that reads and writes keys, and that ends."""
 
     def __init__(self, worker_id: int, server: Server) -> None:
         workers = server.topology.workers_per_node
@@ -65,10 +52,6 @@ class Worker(Resource):
             settings.timeout_s,
             settings.max_unfinished,
         )
-        # Workers of this node that died, and when that was first noticed.
-        self._dead_since: dict[int, float] = {}
-        self._samples: dict[int, Sample] = {}
-        self._sample_ids = itertools.count()
         self._closed = False
         self._end = weakref.finalize(self, server.ending.worker_ends, worker_id)
         self._end.atexit = False  # the end of the process is published too
@@ -191,6 +174,57 @@ class Worker(Resource):
         """Return whether one operation is done; what :meth:`AccessHandle.is_completed` does."""
         self._check_open()
         return self._native.is_finished(timestamp)
+
+    def close(self) -> None:
+        """Complete unfinished operations and end the intents of this worker. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            self._end.detach()
+            self._native.finalize()
+
+    def _end_block(self, error: BaseException | None) -> None:
+        """Close the worker; after an error, let those who wait for it raise PeerLostError."""
+        if error is None:
+            self.close()
+        elif not self._closed:
+            self._closed = True
+            self._end()
+
+    def get_key_size(self, key: int = 0) -> int:
+        """Return the elements of the value of ``key``."""
+        if not self.server.store.valid(key):
+            raise ArgumentError(
+                f"key {key} is out of range: the table has the keys 0 to {self.num_keys - 1}"
+            )
+        return self.server.store.length_of(key)
+
+    @property
+    def num_keys(self) -> int:
+        return self.server.num_keys
+
+
+class Worker(_KeyAccess):
+    """Reads and writes any key of the table. For one thread at a time. A context manager.
+
+    Operations of one worker on one key take effect in call order, including asynchronous ones: an
+    operation first waits for unfinished ones on its keys. Added pushes do not wait for each other.
+    Buffers of an asynchronous call must not change before it is finished, and are kept alive until
+    then.
+
+    Args:
+        worker_id: the index of this worker in its node, below ``setup``'s ``num_threads``.
+        server: this process's part of the table.
+
+    Raises:
+        ArgumentError: the index is in use or too large.
+    """
+
+    def __init__(self, worker_id: int, server: Server) -> None:
+        super().__init__(worker_id, server)
+        # Workers of this node that died, and when that was first noticed.
+        self._dead_since: dict[int, float] = {}
+        self._samples: dict[int, Sample] = {}
+        self._sample_ids = itertools.count()
 
     def intent(self, keys: Any, start: int, end: int = 0) -> None:
         """Announce that this worker will access ``keys`` in the clocks [``start``, ``end``).
@@ -326,40 +360,13 @@ class Worker(Resource):
                 ranks=[node],
             )
 
-    def close(self) -> None:
-        """Complete unfinished operations and end the intents of this worker. Idempotent."""
-        if not self._closed:
-            self._closed = True
-            self._end.detach()
-            self._native.finalize()
-
-    def _end_block(self, error: BaseException | None) -> None:
-        """Close the worker; after an error, let those who wait for it raise PeerLostError."""
-        if error is None:
-            self.close()
-        elif not self._closed:
-            self._closed = True
-            self._end()
-
-    def get_key_size(self, key: int = 0) -> int:
-        """Return the elements of the value of ``key``."""
-        if not self.server.store.valid(key):
-            raise ArgumentError(
-                f"key {key} is out of range: the table has the keys 0 to {self.num_keys - 1}"
-            )
-        return self.server.store.length_of(key)
-
-    @property
-    def num_keys(self) -> int:
-        return self.server.num_keys
-
 
 class AccessHandle:
     """An asynchronous operation of a :class:`Worker`."""
 
     __slots__ = ("_worker", "timestamp")
 
-    def __init__(self, worker: Worker, timestamp: int) -> None:
+    def __init__(self, worker: _KeyAccess, timestamp: int) -> None:
         self._worker, self.timestamp = worker, timestamp
 
     def wait(self) -> None:
