@@ -5,8 +5,8 @@
     python benchmarks/bench_mpi.py --cases Allreduce --sizes 8  # prints, and writes nothing
     python benchmarks/bench_mpi.py --smoke                      # once; writes nothing
 
-Starts ``mpirun -n 2`` on itself. mpi4torch 0.1.3 has to be adapted to compile with torch 2.13,
-whose autograd nodes are intrusive pointers. A case's result is checked before it is timed. The
+Starts ``mpirun -n 2`` on itself. mpi4torch 0.1.3 compiles with torch 2.13 once its source makes
+autograd nodes by ``c10::make_intrusive`` instead of ``std::shared_ptr`` and ``deleteNode``. A case's result is checked before it is timed. The
 rivals of a row run in turn in the same processes, in rounds of 2 ms, or of one call that takes
 longer; a time is the slower rank's in the best round, the one that other programs disturbed least.
 Every call gives new memory, save ``Bcast_`` and ``Reduce_``, which overwrite. Up to 16 MiB it
@@ -169,9 +169,11 @@ the memory of freed results to the system, and the next pass touches new pages. 
 waiting for others is 101 µs instead of 178, and that of a multiplication and its derivative 62
 instead of 104. The library leaves these settings of a process alone.
 
-mpi4torch, in C++ compiled against one torch, was last measured on 2026-11-21, by medians over
-rounds: a forward and backward pass took 42 µs at 8 B and 29 at 1 KiB, where TorchRelay took 92
-and 58. A row may be off by 0.2, and by more where another program ran in every round."""
+mpi4torch's nodes are in C++, compiled against one torch, and it does not compare calls: a forward
+and backward pass of 8 B takes what autograd alone takes with a node of torch's. A node in Python
+alone takes longer, so TorchRelay, which is not built against a torch, cannot reach it.
+
+A row may be off by 0.2, and by more where another program ran in every round."""
 
 GROUP_BOUNDS = """
 The last two rows are autograd alone, with a node in Python and with one of torch's. At 8 B, both
