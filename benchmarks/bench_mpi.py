@@ -9,11 +9,12 @@ Starts ``mpirun -n 2`` on itself. mpi4torch 0.1.3 compiles with torch 2.13 once 
 autograd nodes by ``c10::make_intrusive`` instead of ``std::shared_ptr`` and ``deleteNode``. A
 case's result is checked before it is timed. The rivals of a row run in turn in the same processes,
 in rounds of 2 ms, or of one call that takes longer; a time is the slower rank's in the best round,
-the one that other programs disturbed least. Every call gives new memory, save ``Bcast_`` and ``Reduce_``, which overwrite. Up to 16 MiB it
-mostly is memory that was freed before; of 64 MiB, whose pages are touched for the first time, that
-is a large part, for every rival. Forward and backward by bare mpi4py reduces a tensor, then a
-cotangent, and holds both results, as autograd does. mpi4py's calls block inside MPI, where neither
-a timeout nor Ctrl-C reaches them; ours start without blocking and test.
+the one that other programs disturbed least. Every call gives new memory, save ``Bcast_`` and
+``Reduce_``, which overwrite. Up to 16 MiB it mostly is memory that was freed before; of 64 MiB,
+whose pages are touched for the first time, that is a large part, for every rival. Forward and
+backward by bare mpi4py reduces a tensor, then a cotangent, and holds both results, as autograd
+does. mpi4py's calls block inside MPI, where neither a timeout nor Ctrl-C reaches them; ours start
+without blocking and test.
 """
 
 from __future__ import annotations
