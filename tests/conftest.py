@@ -141,7 +141,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # The longest come first, so that no worker has one left at the end.
-    seconds = json.loads(_DURATIONS.read_text())
+    seconds = json.loads(_DURATIONS.read_text()) if _DURATIONS.exists() else {}
     items.sort(key=lambda item: -seconds.get(_group(item.nodeid), 0))
     for item in items:
         # Ranks have a limit of their own, and the first test of those that share ranks runs all.

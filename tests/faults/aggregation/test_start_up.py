@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from torchrelay.buffers import Segment
+from torchrelay import _native
 from torchrelay.errors import UnavailableError
 from torchrelay.world import World
 
@@ -38,14 +38,14 @@ def heard(call: Callable[[], Any]) -> str:
     return "nothing"
 
 
-def die(*_: object) -> None:
+def die(*_: object, **__: object) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _die_while_joining(world: World) -> str:
     if world.rank == 1:
         # After it has reported, before it takes its place in the segment.
-        Segment.attach = die  # type: ignore[assignment,method-assign]
+        _native.Communicator = die  # type: ignore[assignment,misc]
     return heard(lambda: start(world))
 
 
