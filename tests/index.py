@@ -1,7 +1,8 @@
 """Write ``tests/README.md``: which test files run most of each module.
 
     pip install 'coverage>=7.10'
-    coverage run -m pytest -n 4 --dist loadfile --record && coverage combine && python tests/index.py
+    coverage run -m pytest -n 4 --dist loadfile --record
+    coverage combine && python tests/index.py
 
 A line counts for a test file if one of its tests runs it, in any process; lines that run when a
 module is imported do not.
