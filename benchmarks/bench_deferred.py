@@ -1,7 +1,7 @@
 """Deferred initialisation of gpt2-xl: building, materializing whole, a shard, on four ranks under
 FSDP2.
 
-    python benchmarks/bench_deferred.py                      # about 10 minutes, 9 GB of memory
+    python benchmarks/bench_deferred.py                      # about 5 minutes, 9 GB of memory
     python benchmarks/bench_deferred.py --model gpt2-medium  # 1.4 GB; writes nothing
     python benchmarks/bench_deferred.py --smoke              # a tiny model, once; writes nothing
 
@@ -500,7 +500,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", choices=MODELS, default="gpt2-xl")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument(
         "--smoke", action="store_true", help="a tiny model, one iteration, nothing written"
     )

@@ -46,7 +46,7 @@ LINKS_GBPS = (6.0, 12.0, 25.0)
 CYCLES_S = (1.0, 2.0, 5.0)
 PAIRS = (("resnet152", "bert"), ("inception", "convnext"))
 RESTARTS = 3
-BATCH_SECONDS = 10.0  # of each pair and cycle, each way
+BATCH_SECONDS = 4.0  # of each pair and cycle, each way
 
 Runs = dict[str, list[float]]
 Options = dict[str, Any]
@@ -568,7 +568,7 @@ def main() -> None:
     )
     parser.add_argument("--part", choices=[*PARTS, "report"], help="default: all")
     parser.add_argument("--models", nargs="+", default=list(NAMES))
-    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", default="cpu", help="cpu, or cuda on a machine with a GPU")
     parser.add_argument("--data", type=Path, default=ROOT / "build" / "bench_switching.json")
