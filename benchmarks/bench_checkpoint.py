@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from checkpoint_cases import CASES, COLUMNS, TENSORS, Figures, run_rank, total_bytes
+from checkpoint_cases import CASES, COLUMNS, LONG_S, TENSORS, Figures, run_rank, total_bytes
 from checkpoint_shard import load_eager, load_shard, save_model
 from report import free_port, gigabytes, spread, table, write
 from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
@@ -427,8 +427,9 @@ def report(setup: Setup, image: Path) -> list[str]:
         table(["case", "figure", "reached", "to reach"], list(reached_rows(found, plans))),
         f"A state of {setup.size_mb} MiB in {TENSORS} float32 tensors, one thread of torch on each "
         f"rank. Times are of the slowest rank, medians (least to most) of {setup.repeats} "
-        "interleaved runs after one that warms up. The floors write zeros with the same fsync "
-        "(what `dd bs=16M conv=fsync` does), read one file on each rank, and copy the state once.",
+        f"interleaved runs after one that warms up; of what takes over {LONG_S:g} s, one. The "
+        "floors write zeros with the same fsync (what `dd bs=16M conv=fsync` does), read one file on each "
+        "rank, and copy the state once.",
         *sections,
         f"## Load 1/16 of {setup.model} in a fresh process, files in the page cache",
         table(["", "time", "peak memory", "the shard", "peak / shard"], shards),
