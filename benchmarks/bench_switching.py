@@ -1,7 +1,7 @@
 """Model switching: what a switch costs beside a ready model, a restarted process, and other ways to
 load weights.
 
-    python benchmarks/bench_switching.py                                 # about half an hour
+    python benchmarks/bench_switching.py                                 # about 6 minutes
     python benchmarks/bench_switching.py --part links --models bert vit  # a part, kept in --data
     python benchmarks/bench_switching.py --part report                   # results, plots of --data
     python benchmarks/bench_switching.py --smoke                         # once; writes nothing
@@ -44,8 +44,9 @@ MODELS_FILE = Path(__file__).with_name("hf_models.py")
 IMAGES = ROOT / "docs" / "images"
 LINKS_GBPS = (6.0, 12.0, 25.0)
 CYCLES_S = (1.0, 2.0, 5.0)
+PAPER = ("resnet152", "inception", "bert")  # its models; the emulated links switch only these
 PAIRS = (("resnet152", "bert"), ("inception", "convnext"))
-RESTARTS = 3
+RESTARTS = 1
 BATCH_SECONDS = 4.0  # of each pair and cycle, each way
 
 Runs = dict[str, list[float]]
@@ -390,7 +391,7 @@ REQUESTS = """## A request that follows one to another model
 
 p50 / p99 in ms. *ready*: the module in this process, no switch; the floor. *resident*: the model is
 in the arena. *cold*: it is copied there first. *restart*: a new process imports torch, builds the
-model and loads its weights, 3 times. *overhead*: a resident request's time less its forward pass in
+model and loads its weights, once. *overhead*: a resident request's time less its forward pass in
 the worker, p50 / p99. *copies*: the rate of a cold request's copies, while the worker computes, and
 of one plain copy of 64 MiB. *times faster*: restart over resident, over cold, and without the
 forward pass: restart less ready over overhead.
@@ -409,7 +410,7 @@ place."""
 WITHOUT = f"""## Cold switches without a part, {LINKS_GBPS[1]:g} GB/s (figures 8 and 9)
 
 p50 / p99 in ms. *no pool*: the arena's memory is allocated anew for each switch. *no standby*: the
-request waits for a new worker process, 3 times."""
+request waits for a new worker process, once."""
 
 THROUGHPUT = """## Throughput when two models alternate (figure 6)
 
@@ -567,8 +568,10 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--part", choices=[*PARTS, "report"], help="default: all")
-    parser.add_argument("--models", nargs="+", default=list(NAMES))
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument(
+        "--models", nargs="+", help=f"default: all; for links and without, {', '.join(PAPER)}"
+    )
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", default="cpu", help="cpu, or cuda on a machine with a GPU")
     parser.add_argument("--data", type=Path, default=ROOT / "build" / "bench_switching.json")
@@ -576,7 +579,7 @@ def main() -> None:
         "--smoke", action="store_true", help="tiny models, one iteration, nothing written"
     )
     given = parser.parse_args()
-    names, repeats = (SMOKE, 1) if given.smoke else (tuple(given.models), given.repeats)
+    repeats = 1 if given.smoke else given.repeats
     torch.set_num_threads(given.threads)
     options = {"threads": given.threads, "device": given.device}
     chosen = [given.part] if given.part else [*PARTS, "report"]
@@ -585,8 +588,12 @@ def main() -> None:
     for part in (one for one in chosen if one in PARTS):
         if part in ("links", "without") and given.device != "cpu":
             continue  # a GPU has its own link
+        names = PAPER if part in ("links", "without") else NAMES
+        if given.models or given.smoke:
+            names = tuple(given.models or SMOKE)
         with tempfile.TemporaryDirectory() as folder, ModelStore() as store:
-            data = merged(data, part, PARTS[part](store, names, repeats, options, Path(folder)))
+            new = PARTS[part](store, names, repeats, options, Path(folder))
+        data = merged(data, part, new)
         if not given.smoke:
             given.data.write_text(json.dumps(data))
     if given.smoke:

@@ -66,6 +66,10 @@ def even_shapes(rows: int) -> dict[str, tuple[int, ...]]:
     return {f"t{index}": (rows, COLUMNS) for index in range(TENSORS)}
 
 
+def half_shapes(rows: int) -> dict[str, tuple[int, ...]]:
+    return even_shapes(rows // 2)
+
+
 def gpt2_shapes(rows: int) -> dict[str, tuple[int, ...]]:
     """The parameters of GPT-2, 498 MB; of a small model for few rows."""
     layers, width, words = (12, 768, 50257) if rows > _FEW_ROWS else (2, 48, 300)
@@ -343,7 +347,7 @@ def stall_ways(folder: str, rows: int, shapes: Shapes = even_shapes) -> dict[str
 
 def upload_ways(folder: str, rows: int) -> dict[str, Way]:
     """Against uploads of the same bytes as plain files, to the server at AWS_ENDPOINT_URL."""
-    state = make_state(even_shapes(rows), 0)
+    state = make_state(half_shapes(rows), 0)
     fs = fsspec.filesystem("s3")
     bucket = Path(folder).name.lower().replace("_", "-")
     if dist.get_rank() == 0 and not fs.exists(bucket):
@@ -380,13 +384,14 @@ LONG_S = 6.0  # what takes longer is measured once
 
 
 def _figures(ways: dict[str, Way], repeats: int, with_peak: bool) -> Figures:
-    """The first round warms up: it makes staging memory and processes. It is the only one of what
-    takes long enough not to notice.
+    """The first round warms up: it makes staging memory and processes. It counts where it takes
+    long enough not to notice.
     """
     figures: Figures = {name: {"seconds": [], "cpu_seconds": [], "peak_bytes": []} for name in ways}
+    measured_once: set[str] = set()
     for repeat in range(repeats + 1):
         for name, way in ways.items():
-            if any(one > LONG_S for one in figures[name]["seconds"]):
+            if name in measured_once:
                 continue
             way.before()
             gc.collect()
@@ -397,9 +402,12 @@ def _figures(ways: dict[str, Way], repeats: int, with_peak: bool) -> Figures:
             seconds, cpu = time.perf_counter() - start, time.process_time() - cpu_start
             peak = resident_bytes("VmHWM") - before if with_peak else 0
             way.after(result)
-            slowest = torch.tensor([seconds, cpu, float(peak)], dtype=torch.float64)
+            whole = time.perf_counter() - start
+            slowest = torch.tensor([seconds, cpu, float(peak), whole], dtype=torch.float64)
             dist.all_reduce(slowest, dist.ReduceOp.MAX)
             if repeat or slowest[0] > LONG_S:
+                if slowest[3] > LONG_S:
+                    measured_once.add(name)
                 figures[name]["seconds"].append(float(slowest[0]))
                 figures[name]["cpu_seconds"].append(float(slowest[1]))
                 figures[name]["peak_bytes"].append(float(slowest[2]))
@@ -475,7 +483,12 @@ CASES = {
         functools.partial(stall_ways, shapes=small_shapes),
         shapes=small_shapes,
     ),
-    "upload": Case("Save over 2 ranks to an S3 server on this machine", 2, upload_ways),
+    "upload": Case(
+        "Save half as much over 2 ranks to an S3 server on this machine",
+        2,
+        upload_ways,
+        shapes=half_shapes,
+    ),
 }
 
 
