@@ -3,59 +3,56 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from torchrelay.config import Switching, check_value
+
 __all__ = ["serve"]
+
+_SETTINGS = {field.name: field for field in dataclasses.fields(Switching)}
 
 
 def serve(
     models: Annotated[
         Path, typer.Argument(help="The models file, in TOML; docs/switching.md describes it.")
     ],
-    host: str | None = typer.Option(None, help="Address to listen at; the file's, or 127.0.0.1."),
-    port: int | None = typer.Option(
-        None, min=0, help="Port to listen on, 0 for a free one; the file's, or 8000."
-    ),
-    device: str | None = typer.Option(
-        None, help="auto, cpu or cuda[:index]; the file's, or CUDA where there is a device."
-    ),
-    api_key: str | None = typer.Option(
-        None,
-        "--api-key",
-        help="A secret that clients must send; better set TORCHRELAY_SWITCHING_API_KEY, which "
-        "process listings do not show.",
-    ),
-    repository_control: bool | None = typer.Option(
-        None, "--repository-control", help="Let clients load and unload the file's models."
-    ),
-    link_gbps: float | None = typer.Option(
-        None,
-        "--link-gbps",
-        min=0.0,
-        help="On the CPU, emulate a link of so many GB/s to the arena.",
-    ),
-    bench: bool = typer.Option(False, "--bench", help="Print a table of switching times and exit."),
-    rounds: int = typer.Option(20, min=1, help="Requests to each model for --bench."),
+    bench: Annotated[
+        bool, typer.Option("--bench", help="Print a table of switching times and exit.")
+    ] = False,
+    rounds: Annotated[int, typer.Option(min=1, help="Requests to each model for --bench.")] = 20,
+    **options: Any,
 ) -> None:
-    """Serve the models of a file from one memory, switching between them in milliseconds."""
+    """Serve the models of a file from one memory, switching between them in milliseconds.
+
+    The other options override the file's table [bold]server[/bold]. Process listings show them, so
+    set TORCHRELAY_SWITCHING_API_KEY instead of --api-key.
+    """
     from torchrelay.switching import _serve  # noqa: PLC0415 - torch takes seconds to import
     from torchrelay.switching._models_file import ModelsFile  # noqa: PLC0415
 
+    given = {name: value for name, value in options.items() if value is not None}
+    for name, value in given.items():
+        check_value(value, _SETTINGS[name], f"--{name.replace('_', '-')}")
     file = ModelsFile.read(models)
-    given = {
-        "host": host,
-        "port": port,
-        "device": device,
-        "link_gbps": link_gbps,
-        "api_key": api_key,
-        "repository_control": repository_control,
-    }
-    changed = {key: value for key, value in given.items() if value is not None}
-    file = dataclasses.replace(file, server=dataclasses.replace(file.server, **changed))  # type: ignore[arg-type]
+    file = dataclasses.replace(file, server=dataclasses.replace(file.server, **given))
     if bench:
         _serve.print_table(file, rounds)
     else:
         _serve.serve(file, report=typer.echo)
+
+
+def _option(setting: dataclasses.Field[Any]) -> inspect.Parameter:
+    option = typer.Option(help=setting.metadata["doc"])
+    hint = Annotated[type(setting.default) | None, option]  # type: ignore[valid-type]
+    return inspect.Parameter(
+        setting.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=hint
+    )
+
+
+# The signature that typer reads has an option for each setting instead of ``options``.
+*_own, _ = inspect.signature(serve, eval_str=True).parameters.values()
+serve.__signature__ = inspect.Signature([*_own, *map(_option, _SETTINGS.values())])  # type: ignore[attr-defined]

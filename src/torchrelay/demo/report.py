@@ -16,7 +16,7 @@ from torchrelay.demo.evaluation import HITS_AT, RankingMetrics
 __all__ = ["Report"]
 
 _PAGE = Path(__file__).with_name("report.html")
-_CHART_WIDTH, _CHART_HEIGHT = 600, 180
+_BAR_WIDTH = 40
 _BESIDE = ("the usual way", "its time", "ratio")
 
 
@@ -27,16 +27,17 @@ class Report:
         # Names of entities may look like markup.
         self._console = Console(record=True, quiet=quiet, markup=False, emoji=False)
         self._stages: list[tuple[str, ...]] = []
-        self._losses: list[float] = []
+        self._largest_loss = 0.0
 
     def line(self, text: str) -> None:
         """Report a line of text."""
         self._console.print(text)
 
     def epoch(self, epoch: int, epochs: int, loss: float) -> None:
-        """Report an epoch's mean loss, which the page also draws."""
-        self.line(f"epoch {epoch} of {epochs}: mean loss {loss:.4f}")
-        self._losses.append(loss)
+        """Report an epoch's mean loss, and draw it as a bar."""
+        self._largest_loss = max(self._largest_loss, loss)
+        bar = "█" * round(_BAR_WIDTH * loss / self._largest_loss)
+        self.line(f"epoch {epoch} of {epochs}: mean loss {loss:.4f} {bar}")
 
     def stage(self, name: str, seconds: float, usual: str = "", usual_s: float = 0.0) -> None:
         """Keep the time of a stage, and that of the same work done the ``usual`` way; 0 if it was
@@ -72,8 +73,7 @@ class Report:
 
     def write(self, path: Path) -> None:
         """Write what was reported to a page that needs no other file and no network."""
-        page = _PAGE.read_text().replace("{chart}", _chart(self._losses))
-        self._console.save_html(str(path), code_format=page)
+        self._console.save_html(str(path), code_format=_PAGE.read_text())
 
     def _table(self, title: str, headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
         """Report a table; all columns but those of names are figures, which stand at the right."""
@@ -85,26 +85,6 @@ class Report:
         for row in rows:
             table.add_row(*row)
         self._console.print(table)
-
-
-def _chart(losses: Sequence[float]) -> str:
-    """Return the loss over epochs as a line in SVG; nothing for fewer than two epochs."""
-    if len(losses) < 2:
-        return ""
-    low, high = min(losses), max(losses)
-    step_x, scale_y = _CHART_WIDTH / (len(losses) - 1), _CHART_HEIGHT / ((high - low) or 1.0)
-    points = " ".join(
-        f"{epoch * step_x:.1f},{(high - loss) * scale_y:.1f}" for epoch, loss in enumerate(losses)
-    )
-    return (
-        f'<svg viewBox="-60 -15 {_CHART_WIDTH + 80} {_CHART_HEIGHT + 50}" role="img" '
-        'aria-label="mean loss of each epoch">'
-        f'<path d="M0,0 V{_CHART_HEIGHT} H{_CHART_WIDTH}"/><polyline points="{points}"/>'
-        f'<text x="-8" y="5" class="end">{high:.2f}</text>'
-        f'<text x="-8" y="{_CHART_HEIGHT}" class="end">{low:.2f}</text>'
-        f'<text y="{_CHART_HEIGHT + 22}">epoch 1</text>'
-        f'<text x="{_CHART_WIDTH}" y="{_CHART_HEIGHT + 22}" class="end">{len(losses)}</text></svg>'
-    )
 
 
 def _format(seconds: float) -> str:

@@ -30,8 +30,6 @@ class Graph:
     train: torch.Tensor
     valid: torch.Tensor
     test: torch.Tensor
-    unseen: int = 0
-    """How many facts of valid and test have an entity that train lacks."""
 
     def triples(self) -> torch.Tensor:
         """All facts: train, valid and test, in this order."""
@@ -51,14 +49,12 @@ def read_graph(folder: Path, *, allow_unseen: bool = False) -> Graph:
             allowed) or a relation that train lacks.
     """
     facts = {split: _read_facts(folder / f"{split}.txt") for split in SPLITS}
-    unseen = sum(
-        _count_unseen(folder / f"{s}.txt", facts["train"], facts[s], allow_unseen)
-        for s in SPLITS[1:]
-    )
-    return graph_of(facts, unseen)
+    for split in SPLITS[1:]:
+        _check_unseen(folder / f"{split}.txt", facts["train"], facts[split], allow_unseen)
+    return graph_of(facts)
 
 
-def graph_of(facts: Mapping[str, Sequence[Fact]], unseen: int = 0) -> Graph:
+def graph_of(facts: Mapping[str, Sequence[Fact]]) -> Graph:
     """Return the facts of each split as indices, in the order of appearance in train, valid,
     test.
     """
@@ -70,7 +66,7 @@ def graph_of(facts: Mapping[str, Sequence[Fact]], unseen: int = 0) -> Graph:
         return torch.tensor([(entities[s], relations[r], entities[o]) for s, r, o in facts])
 
     train, valid, test = (encode(facts[split]) for split in SPLITS)
-    return Graph(tuple(entities), tuple(relations), train, valid, test, unseen)
+    return Graph(tuple(entities), tuple(relations), train, valid, test)
 
 
 def _read_facts(path: Path) -> list[Fact]:
@@ -116,8 +112,10 @@ def _number(names: Iterable[str]) -> dict[str, int]:
     return {name: number for number, name in enumerate(dict.fromkeys(names))}
 
 
-def _count_unseen(path: Path, train: Sequence[Fact], facts: Sequence[Fact], allow: bool) -> int:
-    """Count ``facts`` (of ``path``) with an entity that ``train`` lacks; raise unless allowed."""
+def _check_unseen(path: Path, train: Sequence[Fact], facts: Sequence[Fact], allow: bool) -> None:
+    """Raise if one of ``facts`` (of ``path``) has a relation, or an entity unless that is allowed,
+    that ``train`` lacks.
+    """
     entities = {name for subject, _, obj in train for name in (subject, obj)}
     relations = {relation for _, relation, _ in train}
     for _, relation, _ in facts:
@@ -137,4 +135,3 @@ def _count_unseen(path: Path, train: Sequence[Fact], facts: Sequence[Fact], allo
             f"{len(missing)} of {len(facts)} lines; correct the split, or pass --allow-unseen to "
             "rank such entities with untrained embeddings, as published results for WN18RR do"
         )
-    return len(missing)

@@ -117,10 +117,6 @@ class Job:
             f"{len(graph.entities):,} entities, {len(graph.relations)} relations; facts: "
             f"{len(graph.train):,} train, {len(graph.valid):,} valid, {len(graph.test):,} test"
         )
-        if graph.unseen:
-            self.report.line(
-                f"{graph.unseen} facts of valid and test have an entity that train lacks"
-            )
         return graph
 
     def _table(self) -> Table:

@@ -32,7 +32,6 @@ def test_numbers_follow_the_order_of_appearance(tmp_path: Path) -> None:
     assert graph.valid.tolist() == [[2, 0, 0]]
     assert graph.test.tolist() == [[0, 1, 2]]
     assert graph.triples().shape == (5, 3)
-    assert graph.unseen == 0
 
 
 def test_blank_lines_and_carriage_returns_do_not_count(tmp_path: Path) -> None:
@@ -44,7 +43,6 @@ def test_unseen_entities_are_accepted_on_request_and_numbered_last(tmp_path: Pat
     folder = write(tmp_path, valid="a\tlikes\td\n", test="e\tknows\td\na\tlikes\tc\n")
     graph = read_graph(folder, allow_unseen=True)
     assert graph.entities == ("a", "b", "c", "d", "e")
-    assert graph.unseen == 2
 
 
 @pytest.mark.parametrize(

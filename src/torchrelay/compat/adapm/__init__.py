@@ -146,12 +146,18 @@ def _dmlc_variables() -> tuple[int, str, int]:
     return values[0], os.environ.get("DMLC_PS_ROOT_URI", "127.0.0.1"), values[1]
 
 
-def _with_names(method: Callable[..., Any], **names: str) -> Callable[..., Any]:
-    """Return ``method`` with the arguments ``names`` (theirs to ours) accepted under both names."""
+# AdaPM's names of arguments, and TorchRelay's. ``async`` is a reserved keyword: it is the last
+# positional argument, ``asynchronous``, or in a dictionary.
+_NAMES = {"lengths": "value_lengths", "vals": "values", "K": "n", "id": "sample_id"}
+_NAMES |= {"key_id": "key"} | dict.fromkeys(("async", "async_", "asynchronous"), "async_op")
+
+
+def _with_names(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``method`` with arguments accepted under both names."""
 
     @functools.wraps(method)
     def call(*args: Any, **given: Any) -> Any:
-        ours = {names.get(name, name): value for name, value in given.items()}
+        ours = {_NAMES.get(name, name): value for name, value in given.items()}
         if len(ours) < len(given):
             raise TypeError(
                 f"{method.__name__}() got one argument under two names: {', '.join(given)}"
@@ -199,7 +205,7 @@ class Server(_Server):
                 f"{len(value_lengths)} lengths for the {_Setup.num_keys} keys given to setup()"
             )
 
-    __init__ = _with_names(__init__, lengths="value_lengths")
+    __init__ = _with_names(__init__)
 
     def my_rank(self) -> int:
         """Return the index of this node."""
@@ -240,15 +246,9 @@ class Server(_Server):
             store.add(_SHUT_DOWN, 1)
 
 
-def _with_timestamp(method: Callable[..., Any], **names: str) -> Callable[..., int]:
-    """Return ``method`` with AdaPM's ``async`` and its result: a timestamp, -1 if it is done.
-
-    ``async`` is a reserved keyword: it is the last positional argument, ``asynchronous``, or in a
-    dictionary.
-    """
-    named = _with_names(
-        method, **names, **dict.fromkeys(("async", "async_", "asynchronous"), "async_op")
-    )
+def _with_timestamp(method: Callable[..., Any]) -> Callable[..., int]:
+    """Return ``method`` with AdaPM's result: a timestamp, -1 if it is done."""
+    named = _with_names(method)
 
     @functools.wraps(method)
     def call(*args: Any, **given: Any) -> int:
@@ -261,16 +261,14 @@ def _with_timestamp(method: Callable[..., Any], **names: str) -> Callable[..., i
 class Worker(_Worker):
     """One worker's access to the table."""
 
-    pull = _with_timestamp(_Worker.pull, vals="values")  # type: ignore[assignment]
-    push = _with_timestamp(_Worker.push, vals="values")  # type: ignore[assignment]
-    set = _with_timestamp(_Worker.set, vals="values")  # type: ignore[assignment]
-    pull_if_local = _with_names(_Worker.pull_if_local, vals="values")
-    prepare_sample = _with_names(_Worker.prepare_sample, K="n")
-    pull_sample = _with_timestamp(  # type: ignore[assignment]
-        _Worker.pull_sample, id="sample_id", vals="values"
-    )
-    finish_sample = _with_names(_Worker.finish_sample, id="sample_id")
-    get_key_size = _with_names(_Worker.get_key_size, key_id="key")
+    pull = _with_timestamp(_Worker.pull)  # type: ignore[assignment]
+    push = _with_timestamp(_Worker.push)  # type: ignore[assignment]
+    set = _with_timestamp(_Worker.set)  # type: ignore[assignment]
+    pull_if_local = _with_names(_Worker.pull_if_local)
+    prepare_sample = _with_names(_Worker.prepare_sample)
+    pull_sample = _with_timestamp(_Worker.pull_sample)  # type: ignore[assignment]
+    finish_sample = _with_names(_Worker.finish_sample)
+    get_key_size = _with_names(_Worker.get_key_size)
     wait = _Worker.wait_for
     is_finished = _Worker.has_finished
     waitall = _Worker.wait_all
