@@ -46,7 +46,7 @@ def serve(
 
 
 def _option(setting: dataclasses.Field[Any]) -> inspect.Parameter:
-    option = typer.Option(help=setting.metadata["doc"])
+    option = typer.Option(help=setting.metadata["doc"], show_default=str(setting.default) or False)
     hint = Annotated[type(setting.default) | None, option]  # type: ignore[valid-type]
     return inspect.Parameter(
         setting.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=hint
