@@ -12,7 +12,7 @@ A node's life::
         │  _schedule: the nodes back to memory that still holds a needed state
         ▼
     _replay runs them in program order, with generators at their positions
-        │  memory is kept with the Storage's History, or is scratch of the run
+        │  memory is kept with a History of the Storage
         ▼
     _materialization turns the fake tensor into the real one: its memory has *escaped*
 
@@ -25,8 +25,6 @@ materialization: one call that makes tensors real; has an identity, because it m
 memory that it handed out itself.
 escaped: memory that is a real tensor's now, so that the program may change it.
 cached view: the real tensor last made for a region, so that it is not made again.
-scratch: memory that a run computes beside what a history holds.
-recompute: the storages of a schedule whose memory cannot be used.
 external: a real tensor that a recorded operation reads.
 
 A fake tensor is a *region* (dtype, size, stride, offset) of a :class:`Storage` without memory.
@@ -62,10 +60,9 @@ __all__ = [
     "StorageRecord",
     "flat",
     "map_tensors",
-    "next_seq",
 ]
 
-next_seq = itertools.count(1).__next__
+_next_seq = itertools.count(1).__next__
 
 
 class StorageRecord(list["Node"]):
@@ -191,6 +188,14 @@ class Storage:
         if history is None:
             record = None if self._record is None else self._record()
             history = History(self, StorageRecord() if record is None else record)
+            self._history = weakref.ref(history)
+        return history
+
+    def begin_again(self) -> History:
+        """Return a history of the same record whose memory nobody else has."""
+        history = self.history()
+        if history.escaped is not None:
+            history = History(self, history.record)
             self._history = weakref.ref(history)
         return history
 
@@ -380,7 +385,7 @@ class Node:
     default_dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
     grad: bool = field(default_factory=torch.is_grad_enabled)
     overwrites: bool = False
-    seq: int = field(default_factory=next_seq, init=False)
+    seq: int = field(default_factory=_next_seq, init=False)
 
     def __repr__(self) -> str:
         return f"Node({self.seq}, {self.func})"
@@ -402,8 +407,13 @@ class Node:
     def finish(self) -> None:
         """Note that memory that it reads is kept for it no longer: only the records are."""
         if self.keeps:
-            self.records += tuple(kept.storage.keep_record(kept) for kept in self.keeps)
+            self.records = tuple(kept.storage.keep_record(kept) for kept in self.keeps)
             self.keeps = ()
+
+    def keep_again(self) -> None:
+        """Keep memory that it reads, as before :meth:`finish`."""
+        kept = self.reads if len(self.targets()) == 1 else (*self.reads, *self.writes)
+        self.keeps = tuple(region.storage.history() for region in kept)
 
     def targets(self) -> list[Region]:
         """Return the regions that it writes and makes."""

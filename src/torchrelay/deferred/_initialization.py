@@ -38,14 +38,10 @@ def deferred_init(fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         DeferredError: ``fn`` needs memory of a deferred tensor. Generators are reset.
         UnsupportedError: ``fn`` does something that cannot be recorded. Generators are reset.
     """
-    if isinstance(fn, torch.nn.Module):
+    if isinstance(fn, torch.nn.Module) or not callable(fn):
         raise ArgumentError(
             "deferred_init needs a class or a function, e.g. deferred_init(nn.Linear, 10, 20), not "
-            f"a {type(fn).__name__} that exists already"
-        )
-    if not callable(fn):
-        raise ArgumentError(
-            f"deferred_init() takes a module class or a function, not {type(fn).__name__}."
+            f"an object of type {type(fn).__name__}"
         )
     session = FakeSession(deferred=True)
     outer, births.lives = births.lives, []

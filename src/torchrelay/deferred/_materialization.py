@@ -20,7 +20,7 @@ from torchrelay.deferred._modules import (
     find_escapes,
     own_tensors,
 )
-from torchrelay.deferred._parts import part_of
+from torchrelay.deferred._parts import part_of, whole
 from torchrelay.deferred._replay import Replay
 from torchrelay.deferred._reversal import remember
 from torchrelay.deferred._shards import (
@@ -195,12 +195,7 @@ class _Materialization:
         named: dict[int, Storage] = {}
         for prefix, module in places:
             for name, tensor in own_tensors(module).items():
-                fake = (
-                    tensor
-                    if isinstance(tensor, FakeTensor)
-                    else getattr(tensor, "_local_tensor", None)
-                )
-                if isinstance(fake, FakeTensor):
+                for fake in _inner_fakes(tensor):
                     if prefix + name in names:
                         named[id(fake)] = fake._region.storage
                     elif id(fake) not in named:  # not another name of a tied one
@@ -238,7 +233,7 @@ class _Materialization:
         """Materialise what a subclass is made of: a DTensor's local tensor, a quantized tensor's
         parts.
         """
-        fakes = [fake for fake in _torch.inner_tensors(wrapper) if isinstance(fake, FakeTensor)]
+        fakes = _inner_fakes(wrapper)
         if fakes and not hasattr(wrapper, "_local_tensor"):
             self._check_wrapper(name, wrapper)
         for fake in fakes:
@@ -273,7 +268,7 @@ class _Materialization:
                     self._memory[storage] = self._replay.empty(storage)
                 memory = region.over(self._memory[storage])
             else:
-                memory = self._replay.final(region)
+                memory = whole(region, history, self._replay)
             real = self._convert(memory)
         become(fake, real)
         if real is memory and not is_blank:
@@ -291,6 +286,10 @@ class _Materialization:
     def _convert(self, real: torch.Tensor) -> torch.Tensor:
         dtype = self._dtype if real.is_floating_point() else None
         return real.to(device=self._device, dtype=dtype)
+
+
+def _inner_fakes(tensor: torch.Tensor) -> list[FakeTensor]:
+    return [one for one in _torch.inner_tensors(tensor) if isinstance(one, FakeTensor)]
 
 
 def _loose_fakes(module: torch.nn.Module) -> list[FakeTensor]:

@@ -10,6 +10,7 @@ one tensor at a time.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -21,6 +22,7 @@ from torchrelay.deferred import _draws
 from torchrelay.deferred._graph import (
     Constant,
     External,
+    History,
     Node,
     Position,
     Region,
@@ -31,7 +33,7 @@ from torchrelay.deferred._operators import constant, describe
 from torchrelay.deferred._replay import Replay
 from torchrelay.deferred._schedule import END, writers
 
-__all__ = ["part_of"]
+__all__ = ["part_of", "whole"]
 
 
 class _NotSliceableError(Exception):
@@ -43,6 +45,26 @@ def part_of(region: Region, replay: Replay) -> torch.Tensor:
     if region.storage.history().escaped is not None:
         return replay.values(region).clone(memory_format=torch.contiguous_format)
     return _Parts(replay, region.size_bytes).values(region, END).contiguous()
+
+
+def whole(region: Region, history: History, replay: Replay) -> torch.Tensor:
+    """Return ``region`` in its last state, for good: its memory can be handed out. A source of
+    which a part is read, such as the parameter that FSDP has cut, is not computed whole.
+    """
+    storage, nodes = region.storage, writers(region.storage, END)
+    if history.real is None and any(map(_reads_part, nodes)):
+        flat = Region(storage, region.dtype, (storage.size_bytes // region.dtype.itemsize,), (1,))
+        with suppress(_NotSliceableError):
+            values = _Parts(replay, storage.size_bytes).range(flat, END)
+            history.hold(values.untyped_storage())
+            history.version = nodes[-1].seq
+            for node in history.record:
+                node.finish()
+    return replay.final(region, history)
+
+
+def _reads_part(node: Node) -> bool:
+    return any(2 * region.size_bytes <= region.storage.size_bytes for region in node.reads)
 
 
 # What is remembered: so many times the part, and so many bytes more.
@@ -104,12 +126,12 @@ class _Parts:
             row = max(1, region.stride[dims[0]])
             start -= start % row
             stop = min(stop + -stop % row, region.storage.size_bytes // region.dtype.itemsize)
-        values = self._range(
+        values = self.range(
             region._replace(size=(stop - start,), stride=(1,), offset=start), before
         )
         return values.as_strided(region.size, region.stride, region.offset - start)
 
-    def _range(self, region: Region, before: int) -> torch.Tensor:
+    def range(self, region: Region, before: int) -> torch.Tensor:
         """Return the values of ``region``, adjacent elements of its storage."""
         nodes = writers(region.storage, before)
         targets = [_target(node) for node in nodes]

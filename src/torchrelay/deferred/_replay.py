@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import chain, count
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ __all__ = ["Replay"]
 KEPT_BYTES = 256 << 20
 _LEAST_BYTES = 512  # what a small tensor costs
 
-_next_materialization = itertools.count(1).__next__
+_next_materialization = count(1).__next__
 
 
 class Replay:
@@ -52,14 +52,13 @@ class Replay:
         self._kept: dict[Storage, int] = {}  # bytes of those with memory, used last at the end
         self._kept_bytes = 0
 
-    def final(self, region: Region) -> torch.Tensor:
+    def final(self, region: Region, history: History) -> torch.Tensor:
         """Return ``region`` in its last state, for good: its memory can be handed out."""
         storage = region.storage
-        history = storage.history()
         if history.escaped is None:
             schedule = Schedule([(storage, END)], materialization=self.materialization)
             _Run(self, schedule, keep=True).all()
-            for node in schedule.nodes:
+            for node in chain.from_iterable(schedule.records):
                 node.finish()
         if history.real is None:  # nothing was ever written
             history.hold(self.empty(storage))
@@ -113,8 +112,7 @@ class Replay:
         """Return the values of ``region`` before place ``before`` in the program. Read only.
 
         Args:
-            keep: what is computed for them stays, as for :meth:`read`; if not, all is done in
-                scratch memory.
+            keep: what is computed for them stays, as for :meth:`read`.
         """
         history = region.storage.history()
         if before == END and history.escaped is not None and history.real is not None:
@@ -123,9 +121,10 @@ class Replay:
         run = _Run(self, schedule, keep)
         with _torch.plain_torch():
             run.all()
-            if keep:
-                self._note_kept(run.kept)
-            return region.over(run.memory(region.storage))
+            values = run.result(region)
+        if keep:
+            self._note_kept(run.made)
+        return values
 
     def empty(self, storage: Storage) -> torch.UntypedStorage:
         """Return uninitialized memory for ``storage``."""
@@ -151,7 +150,8 @@ class Replay:
     def _run_for_draw(self, node: Node) -> None:
         if describe(node.func).fills and not node.reads:
             node = _without_target(node)
-        schedule = Schedule(nodes=[node], materialization=self.materialization)
+        # This may be in the middle of another run, whose memory is not touched.
+        schedule = Schedule(nodes=[node], cached=False)
         with _torch.plain_torch():
             _Run(self, schedule, keep=False).all()
 
@@ -173,22 +173,19 @@ class _Run:
     """One walk through a schedule.
 
     Args:
-        keep: results stay with their storages. If not, all is done in scratch memory, and memory
-            that exists is left alone.
+        keep: results stay with their storages. If not, they are dropped after their last use.
 
     Attributes:
-        kept: the storages that keep their memory.
+        made: the storages that got memory.
     """
 
     def __init__(self, replay: Replay, schedule: Schedule, keep: bool) -> None:
         self._replay = replay
         self._schedule = schedule
         self._keep = keep
-        self._scratch: dict[Storage, torch.UntypedStorage] = {}
-        self._versions: dict[Storage, int] = {}  # of scratch memory
         # The storages, those that are needed longest first: memory is freed as early as possible.
         self._ends = sorted(schedule.last_uses, key=schedule.last_uses.__getitem__, reverse=True)
-        self.kept: set[Storage] = set()
+        self.made: set[Storage] = set()
 
     def all(self) -> None:
         """Run every operation."""
@@ -197,64 +194,45 @@ class _Run:
             self._run(node)
             while self._ends and schedule.last_uses[self._ends[-1]] <= node.seq:
                 self._release(self._ends.pop())
-        for storage in list(self._scratch):
-            self._settle(storage)
 
-    def memory(self, storage: Storage) -> torch.UntypedStorage:
-        """Return the memory of ``storage`` in the state that the run has reached, to be read."""
-        found = self._scratch.get(storage)
-        if found is None and storage not in self._schedule.recompute:
-            found = storage.history().real
-        return self._writable(storage) if found is None else found
+    def result(self, region: Region) -> torch.Tensor:
+        """Return ``region`` in the state that the run has reached, after which it is over."""
+        tensor = region.over(self._memory(region.storage))
+        for storage in self._ends:
+            self._release(storage)
+        return tensor
 
-    def _real(self, region: Region) -> torch.Tensor:
-        storage = region.storage
-        if storage not in self._scratch and storage not in self._schedule.recompute:
-            history = storage.history()
-            if history.real is not None:
-                return history.cached_view(region)
-        return region.over(self.memory(storage))
-
-    def _writable(self, storage: Storage) -> torch.UntypedStorage:
-        found = self._scratch.get(storage)
-        if found is not None:
-            return found
-        history = storage.history()
-        recompute = storage in self._schedule.recompute
-        if self._keep and not recompute:
-            if history.real is None:
-                return history.hold(self._replay.empty(storage))
+    def _memory(self, storage: Storage) -> torch.UntypedStorage:
+        """Return the memory in which the run computes ``storage``."""
+        history = self._schedule.history(storage)
+        if history.real is not None:
             return history.real
-        fresh = recompute or history.real is None
-        self._scratch[storage] = self._replay.empty(storage) if fresh else history.real.clone()  # type: ignore
-        return self._scratch[storage]
+        self.made.add(storage)
+        return history.hold(self._replay.empty(storage))
 
     def _release(self, storage: Storage) -> None:
-        """Free scratch memory of ``storage``, which no later operation needs."""
-        self._settle(storage)
-        self._scratch.pop(storage, None)
-        del self._schedule.histories[storage]
-
-    def _settle(self, storage: Storage) -> None:
-        """Make scratch memory the storage's own, if it holds a later state."""
-        history = storage.history()
-        if self._keep and storage in self._scratch and history.escaped is None:
-            version = self._versions.get(storage, 0)
-            if version >= history.version:
-                history.hold(self._scratch.pop(storage))
-                history.version = version
-                self._schedule.recompute.discard(storage)
+        """Free memory of ``storage``, which no later operation needs."""
+        history = self._schedule.histories.pop(storage)
+        if not self._keep and storage in self.made:
+            history.drop()
 
     def _run(self, node: Node) -> None:
         # First, because finding the generator's state may run other operations.
         generator = None if node.position is None else self._replay.generators.at(node.position)
         for region in node.writes:
-            self._writable(region.storage)
-
+            self._memory(region.storage)
+        written = [self._schedule.history(region.storage) for region in node.writes]
         try:
-            self._note(node, self._call(node, generator))
+            result = self._call(node, generator)
+            for history in written:
+                history.version = node.seq
+            values = flat(result) if node.outputs else ()
+            for output, value in zip(node.outputs, values, strict=True):
+                if output is not None and value is not None:
+                    self._bind(node, output, value)
         except BaseException:
-            self._spoil(node)
+            for history in written:
+                history.drop()
             raise
 
     def _call(self, node: Node, generator: torch.Generator | None) -> Any:
@@ -262,7 +240,8 @@ class _Run:
 
         def real(value: Region | External | Constant) -> torch.Tensor:
             if type(value) is Region:
-                return self._real(value)
+                self._memory(value.storage)
+                return self._schedule.history(value.storage).cached_view(value)
             return value.tensor.clone() if type(value) is Constant else value.get(node)  # type: ignore[union-attr]
 
         args, kwargs = map_tensors((node.args, node.kwargs), _ARGUMENTS, real)
@@ -284,45 +263,19 @@ class _Run:
         self._replay.generators.drawn(generator.device, node.after)
         return result
 
-    def _note(self, node: Node, result: Any) -> None:
-        """Enter the results of ``node``, which was just run."""
-        for region in node.writes:
-            self._reached(region.storage, node.seq)
-        if node.outputs:
-            for output, value in zip(node.outputs, flat(result), strict=True):
-                if output is not None and value is not None:
-                    self._bind(node, output, value)
-
-    def _reached(self, storage: Storage, version: int) -> None:
-        if storage in self._scratch:
-            self._versions[storage] = version
-        else:
-            storage.history().version = version
-            self.kept.add(storage)
-
     def _bind(self, node: Node, region: Region, value: torch.Tensor) -> None:
         """Make the new tensor ``value`` the memory of ``region``'s storage, if that is wanted."""
-        storage, version = region.storage, node.seq
-        history = storage.history()
+        storage = region.storage
         asked = storage in self._schedule.last_uses
-        recompute = storage in self._schedule.recompute
-        there = history.real is not None and history.version >= version and not recompute
+        history = self._schedule.history(storage) if asked else storage.history()
+        there = history.real is not None and history.version >= node.seq
         if there or not (asked or self._keep):
             return
         if not asked and value.shape != region.size:
             return  # workspace of a kernel, of which only its own backward pass knows the size
-        laid_out = _laid_out(node, region, value)
-        if self._keep and not recompute:
-            history.cache_view(region, laid_out)
-        else:
-            self._scratch[storage] = laid_out.untyped_storage()
-        self._reached(storage, version)
-
-    def _spoil(self, node: Node) -> None:
-        """Drop the memory that ``node`` was writing when it failed."""
-        for region in node.writes:
-            if self._scratch.pop(region.storage, None) is None and self._keep:
-                region.storage.history().drop()
+        history.cache_view(region, _laid_out(node, region, value))
+        history.version = node.seq
+        self.made.add(storage)
 
 
 def _laid_out(node: Node, region: Region, value: torch.Tensor) -> torch.Tensor:

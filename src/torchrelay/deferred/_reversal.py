@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from torchrelay import _torch
-from torchrelay.deferred._graph import (
-    History,
-    Node,
-    Region,
-    Storage,
-    StorageRecord,
-    map_tensors,
-    next_seq,
-)
+from torchrelay.deferred._graph import History, Region, StorageRecord
 from torchrelay.deferred._modules import children_first
 from torchrelay.deferred._schedule import END, Schedule
 from torchrelay.deferred._tensor import FakeTensor, fake_from_region, go_back
@@ -30,13 +21,13 @@ class _Trace(NamedTuple):
     """Where the values of a materialised tensor come from. Keeps records alive, but no memory.
 
     Attributes:
-        before: its values are those of ``region`` at this place in the program.
-        version: of the tensor when it was materialised.
+        length: of the record when the tensor was materialised.
+        version: of the tensor then.
     """
 
     region: Region
     record: StorageRecord
-    before: int
+    length: int
     version: int
 
 
@@ -49,7 +40,7 @@ def remember(tensor: torch.Tensor, region: Region, history: History) -> None:
         for node in history.record:
             node.finish()
         record = region.storage.keep_record(history)
-        _traces[tensor] = _Trace(region, record, next_seq(), _version(tensor))
+        _traces[tensor] = _Trace(region, record, len(record), _version(tensor))
 
 
 def _version(tensor: torch.Tensor) -> int:
@@ -85,24 +76,24 @@ def dematerialize(module: torch.nn.Module) -> None:
     ]
     # Each tensor once, under the first of its names.
     first = {id(tensor): (name, tensor) for _, _, name, tensor in reversed(places)}
-    fakes = _rebuilt([_state_of(name, tensor) for name, tensor in first.values()])
-    new = {
-        id(tensor): go_back(tensor, fake)
-        for (_, tensor), fake in zip(first.values(), fakes, strict=True)
-    }
+    regions = {key: _region_of(name, tensor) for key, (name, tensor) in first.items()}
+    fakes = {key: fake_from_region(one, one.storage.begin_again()) for key, one in regions.items()}
+    for node in Schedule([(region.storage, END) for region in regions.values()]).nodes:
+        node.keep_again()
+    new = {key: go_back(tensor, fakes[key]) for key, (_, tensor) in first.items()}
     for registry, name, _, tensor in places:
         registry[name] = new[id(tensor)]  # type: ignore[assignment]
 
 
-def _state_of(name: str, tensor: torch.Tensor) -> tuple[Region, int]:
-    """Return the region and the place in the program whose values a deferred or materialised tensor
-    has; raise as dematerialize().
+def _region_of(name: str, tensor: torch.Tensor) -> Region:
+    """Return the region whose last state a deferred or materialised tensor has; raise as
+    dematerialize().
     """
     if isinstance(tensor, FakeTensor):
         if not tensor._region.storage.deferred:
             raise DeferredError(f"{name} was made by fake_mode(), which records nothing.")
         if tensor._history.escaped is None:
-            return tensor._region, END
+            return tensor._region
     trace: _Trace | None = _traces.get(tensor)
     if trace is None:
         raise DeferredError(
@@ -110,56 +101,9 @@ def _state_of(name: str, tensor: torch.Tensor) -> tuple[Region, int]:
             "outside, or it shares memory with a tensor that was materialized before: there is no "
             "record to go back to. Save its values instead."
         )
-    if trace.version != _version(tensor):
+    if trace.version != _version(tensor) or trace.length != len(trace.record):
         raise DeferredError(
             f"{name} has been changed since it was materialized, as by a training step, and going "
             "back to its record would lose that. Save its values instead."
         )
-    return trace.region, trace.before
-
-
-def _rebuilt(states: list[tuple[Region, int]]) -> list[FakeTensor]:
-    """Return a deferred tensor for each state, on one copy of the record."""
-    copier = _Copier()
-    regions = [copier.region(region) for region, _ in states]
-    schedule = Schedule([(region.storage, before) for region, before in states], cached=False)
-    for node in schedule.nodes:
-        copier.node(node)
-    return [fake_from_region(region, region.storage.history()) for region in regions]
-
-
-class _Copier:
-    """Copies nodes, regions and storages, each once."""
-
-    def __init__(self) -> None:
-        self._storages: dict[Storage, tuple[Storage, History]] = {}
-        self._regions: dict[int, tuple[Region, Region]] = {}
-
-    def _storage(self, old: Storage) -> tuple[Storage, History]:
-        found = self._storages.get(old)
-        if found is None:
-            new = Storage(old.size_bytes, old.device, deferred=True)
-            found = self._storages[old] = new, new.history()
-        return found
-
-    def region(self, old: Region) -> Region:
-        found = self._regions.get(id(old))
-        if found is None:
-            found = self._regions[id(old)] = (
-                old,
-                old._replace(storage=self._storage(old.storage)[0]),
-            )
-        return found[1]
-
-    def node(self, old: Node) -> None:
-        args, kwargs = map_tensors((old.args, old.kwargs), Region, self.region)
-        reads = tuple(map(self.region, old.reads))
-        outputs = tuple(None if region is None else self.region(region) for region in old.outputs)
-        kept = [*old.reads, *(old.writes if len(old.targets()) > 1 else ())]
-        keeps = tuple(self._storage(region.storage)[1] for region in kept)
-        writes = tuple(map(self.region, old.writes))
-        new = replace(
-            old, args=args, kwargs=kwargs, reads=reads, writes=writes, outputs=outputs, keeps=keeps
-        )
-        new.records = ()
-        new.link(any(target.storage.history().record.reads_outside for target in old.targets()))
+    return trace.region

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from torchrelay.deferred._graph import History, Node, Storage
+from torchrelay.deferred._graph import History, Node, Storage, StorageRecord
 
 __all__ = ["END", "Schedule", "writers"]
 
@@ -16,18 +16,18 @@ class Schedule:
 
     A state is requested by its storage and a place in the program: before an operation, or at the
     end. If the storage's memory holds an earlier state, only the operations in between are run. If
-    it holds a later state than one of those requested, or was handed out, the storage is in
-    ``recompute``, and is computed in other memory.
+    it holds a later state than one of those requested, it is dropped. If it was handed out, the
+    storage is computed in the memory of a history of its own.
 
     Args:
         materialization: the caller; memory that it handed out itself has not been changed since.
-        cached: whether memory that exists is used; if not, the schedule is the whole record.
+        cached: whether memory that exists is used; if not, it is not touched either.
 
     Attributes:
         nodes: the operations, in order.
-        recompute: the storages whose memory cannot be used.
         last_uses: for each storage asked for, the latest place.
-        histories: those of these storages, which are needed until then.
+        histories: those in whose memory they are computed, which are needed until then.
+        records: of the storages asked for, also operations that were overwritten.
     """
 
     def __init__(
@@ -43,14 +43,25 @@ class Schedule:
         self._chosen: dict[int, Node] = {}
         self._asked: dict[Storage, set[int]] = {}
         self._todo: list[tuple[Storage, int]] = list(states)
-        self.recompute: set[Storage] = set()
         self.histories: dict[Storage, History] = {}
+        self.records: list[StorageRecord] = []
         for node in nodes:
             self._choose(node)
         while self._todo:
             self._answer(*self._todo.pop())
         self.nodes = [self._chosen[seq] for seq in sorted(self._chosen)]
         self.last_uses = {storage: max(places) for storage, places in self._asked.items()}
+
+    def history(self, storage: Storage) -> History:
+        """Return the history in whose memory ``storage`` is computed."""
+        found = self.histories.get(storage)
+        if found is None:
+            found = storage.history()
+            if not self._cached:
+                found = History(storage, found.record)
+            self.histories[storage] = found
+            self.records.append(found.record)
+        return found
 
     def _choose(self, node: Node) -> None:
         if node.seq not in self._chosen:
@@ -62,13 +73,15 @@ class Schedule:
         if before in places:
             return
         places.add(before)
-        history = self.histories.setdefault(storage, storage.history())
+        history = self.history(storage)
         needed = writers(storage, before)
-        if self._cached and history.real is not None and storage not in self.recompute:
+        if history.real is not None:
             if history.holds(needed[-1].seq if needed else 0, self._materialization):
                 needed = [node for node in needed if node.seq > history.version]
             else:
-                self.recompute.add(storage)
+                history.drop()
+                if history.escaped is not None:
+                    self.histories[storage] = History(storage, history.record)
                 self._todo.extend((storage, place) for place in places)
                 places.clear()
                 return

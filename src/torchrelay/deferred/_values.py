@@ -7,25 +7,24 @@ is recorded and run at once.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from torchrelay import _torch
 from torchrelay.deferred import _recording as sessions
-from torchrelay.deferred._graph import History, Node, Region, Storage, map_tensors
+from torchrelay.deferred._graph import map_tensors
 from torchrelay.deferred._operators import Operator, describe
-from torchrelay.deferred._recording import FakeSession
+from torchrelay.deferred._recording import FakeSession, record
 from torchrelay.deferred._replay import Replay
 from torchrelay.deferred._results import (
     as_returned,
     constant_fake,
-    device_of,
     new_fake,
     shapes_of,
     written_by,
 )
-from torchrelay.deferred._tensor import FakeTensor, fake_from_region
+from torchrelay.deferred._tensor import FakeTensor
 from torchrelay.errors import DeferredError
 
 __all__ = ["ahead", "by_value", "for_real", "read_values"]
@@ -65,103 +64,42 @@ def _compute(
     kwargs: dict[str, Any],
     session: FakeSession,
 ) -> Any:
-    """Run and record ``func``, which makes one tensor, if it is small and its arguments are known.
-
-    One pass looks at the arguments for the shapes, the device, the record and the call.
+    """Record and run ``func``, which makes one tensor, if it is small and its arguments are known.
 
     Returns:
         ``NotImplemented`` if ``func`` is not small, or has an argument that is neither known nor a
         plain value.
     """
-    arguments = _gathered(args, kwargs, operator.slices) if _torch.is_plain() else None
-    if arguments is None:
-        return NotImplemented
-    key = (operator.name, torch.get_default_dtype(), *arguments.key)
-    like = _likeness(key, func, args, kwargs)
-    if like is None:
-        return NotImplemented
-    result = func(*arguments.real, **kwargs)
-    storage = Storage(like.storage.size_bytes, like.storage.device, deferred=True)
-    made = Region(storage, like.dtype, like.size, like.stride)
-    history = storage.history()
-    reads, keeps = tuple(arguments.reads), tuple(arguments.keeps)
-    node = Node(func, tuple(arguments.recorded), kwargs, reads, (), (made,), keeps)
-    history.record.append(node)
-    for kept in keeps:
-        if kept.record.reads_outside:
-            history.record.reads_outside = True
-    session.replay.keep(node, history, made, result)
-    return fake_from_region(made, history)
-
-
-class _Arguments(NamedTuple):
-    """The arguments of a call: as regions, as real tensors, and what its result looks like by."""
-
-    reads: list[Region]
-    keeps: list[History]
-    recorded: list[Any]
-    real: list[Any]
-    key: list[Any]
-
-
-def _gathered(args: tuple[Any, ...], kwargs: dict[str, Any], by_kind: bool) -> _Arguments | None:
-    """Return the arguments if all are plain values or small tensors whose values are known."""
-    reads, keeps, recorded, real, key = found = _Arguments([], [], [], [], [])
+    real: list[Any] = []
+    devices: set[torch.device] = set()
     for value in args:
-        kind = type(value)
         if isinstance(value, FakeTensor):
-            region, history = value._region, value._history
-            if region.storage.size_bytes > SMALL_BYTES or not history.is_current():
-                return None
-            reads.append(region)
-            keeps.append(history)
-            recorded.append(region)
-            real.append(history.cached_view(region))
-            key.append(region.layout())
-            continue
-        if kind is list and all(type(item) in _PLAIN for item in value):
-            key.append((kind, *value, *map(type, value)))
-            recorded.append(list(value))
-        elif kind in _PLAIN:
-            key.append(kind if kind is float and by_kind else (kind, value))
-            recorded.append(value)
+            storage = value._region.storage
+            if storage.size_bytes > SMALL_BYTES or not value._history.is_current():
+                return NotImplemented
+            devices.add(storage.device)
+            real.append(value._history.cached_view(value._region))
+        elif _is_plain(value) or (type(value) is list and all(map(_is_plain, value))):
+            real.append(value)
         else:
-            return None
-        real.append(value)
-    for name, value in kwargs.items():
-        if type(value) not in _PLAIN:
-            return None
-        key.append((name, type(value), value))
-    return found if reads else None
-
-
-# The regions that operations on small tensors make. Shared by all threads.
-_known: dict[tuple[Any, ...], Any] = {}
-_UNKNOWN = object()
-_MOST_KNOWN = 2000
-
-
-def _likeness(
-    key: tuple[Any, ...], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Region | None:
-    """Return a region like that of the result of ``func``, looked up by ``key``; None if it is not
-    small.
-    """
-    known = _known.get(key, _UNKNOWN)
-    if known is not _UNKNOWN:
-        return known  # type: ignore[no-any-return]
+            return NotImplemented
+    if len(devices) != 1 or not (_torch.is_plain() and all(map(_is_plain, kwargs.values()))):
+        return NotImplemented
     try:
-        result = shapes_of(func, args, kwargs)
+        like = shapes_of(func, args, kwargs)
     except (NotImplementedError, RuntimeError):
-        return None
-    made = new_fake(result, device_of(func, args, kwargs), deferred=True)._region
-    devices = {arg._region.storage.device for arg in args if isinstance(arg, FakeTensor)}
-    small = made.storage.size_bytes <= SMALL_BYTES and devices == {made.storage.device}
-    if len(_known) >= _MOST_KNOWN:
-        _known.clear()
-    likeness = made if small else None
-    _known[key] = likeness
-    return likeness
+        return NotImplemented
+    if like.nbytes > SMALL_BYTES:
+        return NotImplemented
+    result = func(*real, **kwargs)
+    made = new_fake(like, devices.pop(), deferred=True)
+    node = record(func, operator, args, kwargs, outputs=(made._region,))
+    session.replay.keep(node, made._history, made._region, result)
+    return made
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) in _PLAIN
 
 
 def for_real(func: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

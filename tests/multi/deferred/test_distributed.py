@@ -4,6 +4,7 @@ is eager's.
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -153,6 +154,33 @@ def test_dtensors_on_a_plane(world: World) -> None:
     module = deferred()
     materialize_module(module, shard=(mesh, place))
     assert_same(module, eager())
+
+
+@pytest.mark.processes(4)
+def test_fully_sharding_takes_the_memory_of_a_shard(world: World) -> None:
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import init_device_mesh
+
+    join(world)
+    torch.manual_seed(11)
+    module = deferred_init(nn.Linear, 512, 1024, bias=False)
+    fully_shard(module, mesh=init_device_mesh("cpu", (4,)))
+    with torch.profiler.profile(profile_memory=True) as profiler:
+        materialize_module(module)
+    allocated = [event.cpu_memory_usage for event in profiler.events()]
+    whole, shard = 4 * 512 * 1024, 512 * 1024
+    assert shard <= max(allocated) < whole / 2
+    assert resident_bytes(whole) == 0, "the whole parameter was computed, and kept"
+    torch.manual_seed(11)
+    assert_same(module, nn.Linear(512, 1024, bias=False))
+
+
+def resident_bytes(size_bytes: int) -> int:
+    """The bytes of real storages that are so large."""
+    gc.collect()
+    tensors = [one for one in gc.get_objects() if type(one) is torch.Tensor and not one.is_meta]
+    storages = {one.untyped_storage() for one in tensors if one.layout == torch.strided}
+    return sum(one.nbytes() for one in storages if one.nbytes() == size_bytes)
 
 
 @pytest.mark.processes(3)

@@ -178,7 +178,7 @@ def test_arguments_are_checked() -> None:
     ):  # fmt: skip
         with pytest.raises(ArgumentError):
             wrong()
-    with pytest.raises(ArgumentError, match="not a Linear that exists already"):
+    with pytest.raises(ArgumentError, match="not an object of type Linear"):
         deferred_init(nn.Linear(3, 3))
     assert is_deferred(module)
     assert not is_deferred(torch.ones(1))
