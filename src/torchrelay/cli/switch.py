@@ -7,8 +7,7 @@ import json
 import signal
 import time
 from collections.abc import Callable
-from enum import Enum
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -25,24 +24,11 @@ __all__ = ["switch"]
 _INTERVAL_S = 1.0  # between two looks at the statistics
 
 
-class PlaneKind(str, Enum):
-    """What aggregates the packets."""
-
-    udp = "udp"
-    xdp = "xdp"
-
-
-class XdpMode(str, Enum):
-    """How the kernel runs the XDP program."""
-
-    generic = "generic"
-    native = "native"
-
-
 def switch(
     data_plane: Annotated[
-        PlaneKind, typer.Option(help="udp: in user space; xdp: in the kernel, at the ports.")
-    ] = PlaneKind.udp,
+        Literal["udp", "xdp"],
+        typer.Option(help="udp: in user space; xdp: in the kernel, at the ports."),
+    ] = "udp",
     address: str = typer.Option("127.0.0.1", help="udp: the IPv4 address to bind; 0.0.0.0 is all."),
     port: int = typer.Option(
         48864, min=0, max=65535, help="UDP port; 0: any free one; 48864: the 16 from there on."
@@ -51,8 +37,9 @@ def switch(
         "", help="xdp: the network interfaces, one worker each: eth1,eth2."
     ),
     mode: Annotated[
-        XdpMode, typer.Option(help="xdp: native runs in the driver, if that supports it.")
-    ] = XdpMode.generic,
+        Literal["generic", "native"],
+        typer.Option(help="xdp: native runs in the driver, if that supports it."),
+    ] = "generic",
     uplink: str = typer.Option(
         "", help="udp: the switch above this one, HOST or HOST:PORT; needs --rack."
     ),
@@ -92,7 +79,7 @@ def switch(
     index, slash, num_racks = rack.partition("/")
     if not (slash and index.isdecimal() and num_racks.isdecimal()):
         raise ConfigError(f"switch --rack {rack}: it must be I/N, such as 0/2")
-    if data_plane == PlaneKind.xdp and not interfaces:
+    if data_plane == "xdp" and not interfaces:
         raise ConfigError("switch --data-plane xdp needs --interfaces")
     if uplink and controller_port >= 0:
         raise ConfigError(
@@ -100,8 +87,8 @@ def switch(
             "in other racks could not meet there"
         )
     plane: DataPlane
-    if data_plane == PlaneKind.xdp:
-        plane = XdpDataPlane(interfaces.split(","), port, mode=mode.value)
+    if data_plane == "xdp":
+        plane = XdpDataPlane(interfaces.split(","), port, mode=mode)
     else:
         plane = UdpDataPlane(address, port)
     server = SwitchServer(
