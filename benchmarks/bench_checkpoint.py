@@ -48,7 +48,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.multiprocessing.spawn import start_processes
 
 from torchrelay.checkpoint._inventory import deal
-from torchrelay.checkpoint._manifest import chunk_text, from_bytes
+from torchrelay.checkpoint._manifest import Head, chunk_text, from_bytes
 from torchrelay.checkpoint._read import MAX_BUFFER_BYTES, segments_of
 from torchrelay.checkpoint._saving import (
     ChunkRecord,
@@ -138,7 +138,7 @@ def plan_ours(ranks: int, tensors: int) -> Plan:
 
     def plan_save() -> bytes:
         deal(held, 0)
-        return assemble(everyone, [part(files[0], boxes[0]), *others], name="step-1")[0]
+        return assemble(everyone, [part(files[0], boxes[0]), *others], Head(0, "0", "step-1"))[0]
 
     save_s, data = seconds_of(plan_save)
     read_s, manifest = seconds_of(lambda: from_bytes(data, "the manifest"))

@@ -33,20 +33,15 @@ __all__ = [
 # Loaded when first used: the writer process and the command line need neither torch nor its
 # checkpoints.
 _HOMES = {
-    "Keep": "_catalog",
-    "LoadResult": "_load",
-    "Reader": "_dcp",
-    "SaveHandle": "_save",
-    "Writer": "_dcp",
-    "async_save": "_save",
-    "latest": "_catalog",
-    "load": "_load",
-    "save": "_save",
-    "verify": "_load",
+    "_catalog": ("Keep", "latest"),
+    "_dcp": ("Reader", "Writer"),
+    "_load": ("LoadResult", "load", "verify"),
+    "_save": ("SaveHandle", "async_save", "save"),
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(importlib.import_module(f"{__name__}.{home}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

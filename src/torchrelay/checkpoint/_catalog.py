@@ -5,19 +5,22 @@ to remove. Imports no torch.
 from __future__ import annotations
 
 import errno
-import os
 import re
 from collections.abc import Collection
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
 from dataclasses import dataclass
+from functools import partial
 
-from torchrelay.checkpoint import _local, _manifest, _remote
-from torchrelay.checkpoint._manifest import Head
+from torchrelay.checkpoint._local import LocalFolder, LocalTransaction
+from torchrelay.checkpoint._manifest import Head, all_bytes, check_whole, head_at
+from torchrelay.checkpoint._remote import RemoteFolder, RemoteTransaction
 from torchrelay.checkpoint._storage import (
     Folder,
     Path,
     Transaction,
     local_path,
+    read_again,
     split,
     text_of,
 )
@@ -34,6 +37,7 @@ __all__ = [
     "retain",
 ]
 
+_REQUESTS = 8  # at once
 _NUMBERED = re.compile(r"(.*?)([0-9]+)([^0-9]*)", re.DOTALL)
 
 
@@ -76,7 +80,7 @@ class Keep:
 def open_folder(path: Path) -> Folder:
     """Return the checkpoint folder at ``path``, which need not exist."""
     local = local_path(path)
-    return _remote.RemoteFolder(text_of(path)) if local is None else _local.LocalFolder(local)
+    return RemoteFolder(text_of(path)) if local is None else LocalFolder(local)
 
 
 def open_transaction(path: Path, *, fsync: bool = True) -> Transaction:
@@ -84,8 +88,8 @@ def open_transaction(path: Path, *, fsync: bool = True) -> Transaction:
     split(path)
     local = local_path(path)
     if local is None:
-        return _remote.RemoteTransaction(text_of(path))
-    return _local.LocalTransaction(local, fsync=fsync)
+        return RemoteTransaction(text_of(path))
+    return LocalTransaction(local, fsync=fsync)
 
 
 def check_keep(keep: int | Keep | None, path: Path | None) -> Keep | None:
@@ -128,22 +132,21 @@ def newest_inside(path: Path) -> str | None:
     """Return the name of the newest checkpoint in a folder of checkpoints; None if ``path`` is
     something else, such as a checkpoint.
     """
-    local = local_path(path)
-    if local is None:
-        is_folder = not _remote.has_manifest(text_of(path))
-    else:
-        with _local.storage_errors(f"listing {local}"):
-            is_folder = os.path.isdir(local) and not any(
-                name in (MANIFEST, ".metadata") or name.endswith(".safetensors")
-                for name in os.listdir(local)
-            )
-    newest = _newest(path) if is_folder else None
+    with closing(open_folder(path)) as folder:
+        names = folder.names()
+    if any(name in (MANIFEST, ".metadata") or name.endswith(".safetensors") for name in names):
+        return None
+    newest = _newest(path)
     return newest and split(newest)[1]
 
 
 def _heads(parent: Path) -> dict[str, Head]:
-    local = local_path(parent)
-    return _remote.heads(text_of(parent)) if local is None else _local.heads(local)
+    """Return the first line of each manifest of ours directly inside ``parent``, by path."""
+    with closing(open_folder(parent)) as folder:
+        paths = folder.folders()
+    with ThreadPoolExecutor(_REQUESTS, "torchrelay-checkpoint") as pool:
+        heads = pool.map(lambda path: head_at(partial(open_folder, path)), paths)
+        return {path: head for path, head in zip(paths, heads, strict=True) if head is not None}
 
 
 def _newest_first(heads: dict[str, Head]) -> list[str]:
@@ -153,8 +156,7 @@ def _newest_first(heads: dict[str, Head]) -> list[str]:
 def _is_whole(path: str) -> bool:
     """Return whether the manifest at ``path`` is undamaged."""
     try:
-        data, where = _local.read_again(lambda: open_folder(path), _manifest.all_bytes)
-        _manifest.check_whole(data, where)
+        check_whole(*read_again(partial(open_folder, path), all_bytes))
     except (CorruptionError, StorageError):
         return False
     return True
@@ -165,8 +167,8 @@ def retain(path: Path, keep: Keep) -> None:
     itself.
     """
     parent, name = split(path)
-    is_local = local_path(path) is not None
-    spared = _local.linked(parent) if is_local else frozenset()
+    with closing(open_folder(parent)) as folder:
+        spared = folder.linked()
     heads = {
         old: head
         for old, head in _heads(parent).items()
@@ -181,9 +183,8 @@ def retain(path: Path, keep: Keep) -> None:
         elif old_name != name and old not in spared and not keep.names_one(old_name):
             # of a damaged one, no manifest of ours claims the files
             with suppress(CorruptionError, UnsupportedError):
-                (_local if is_local else _remote).remove(old)
-    if not is_local:
-        _remote.sweep(parent)
+                open_transaction(old).remove()
+    open_transaction(path).sweep()
 
 
 def _series(name: str) -> tuple[str, str] | None:

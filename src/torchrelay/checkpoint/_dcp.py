@@ -69,9 +69,28 @@ __all__ = ["Reader", "Writer"]
 
 
 class _AtPath:
-    """A path, as DCP asks for it."""
+    """A path, which DCP may give later, and what is under way there."""
 
-    _path: str | None
+    def __init__(self, path: Path | None) -> None:
+        super().__init__()
+        self._path = None if path is None else text_of(path)
+
+    def reset(self, checkpoint_id: Path | None = None) -> None:
+        """Start a save or a load. Ends one that failed."""
+        if checkpoint_id is not None:
+            self._path = text_of(checkpoint_id)
+        self._end()
+
+    def _end(self) -> None:
+        raise NotImplementedError
+
+    @property
+    def _location(self) -> str:
+        if self._path is None:
+            raise ArgumentError(
+                f"{type(self).__name__}() has no path: give it one, or DCP a checkpoint_id"
+            )
+        return self._path
 
     @property
     def checkpoint_id(self) -> str | None:
@@ -117,8 +136,7 @@ class Writer(_AtPath, StorageWriter):
         max_staging_bytes: int = MAX_STAGING_BYTES,
         progress: Progress = False,
     ) -> None:
-        super().__init__()
-        self._path = None if path is None else text_of(path)
+        super().__init__(path)
         self._options = SaveOptions(threads, fsync, checksum, keep, max_staging_bytes)
         check_keep(keep, path)
         self._progress = progress
@@ -126,20 +144,14 @@ class Writer(_AtPath, StorageWriter):
         self._is_coordinator = False
         self._rank = 0
 
-    def reset(self, checkpoint_id: Path | None = None) -> None:
-        """Start a save. Discards one that failed before its commit."""
-        if checkpoint_id is not None:
-            self._path = text_of(checkpoint_id)
-        self._discard()
-
-    def _discard(self) -> None:
+    def _end(self) -> None:
         saving, self._saving = self._saving, None
         if saving is not None and self._is_coordinator:
             saving.transaction.discard()
 
     def __del__(self) -> None:
         if getattr(self, "_saving", None) is not None:
-            self._discard()
+            self._end()
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Note this rank's part in the save.
@@ -148,9 +160,7 @@ class Writer(_AtPath, StorageWriter):
             ArgumentError: there is no path.
             UnsupportedError: ``use_collectives=False``: no rank would write the manifest.
         """
-        if self._path is None:
-            raise ArgumentError("Writer() has no path: give it one, or dcp.save() a checkpoint_id")
-        saving = Saving(self._path, self._options)
+        saving = Saving(self._location, self._options)
         if not kwargs.get("use_collectives", True):
             raise UnsupportedError(
                 "a Writer needs use_collectives=True: rank 0 commits for all ranks"
@@ -216,8 +226,7 @@ class Writer(_AtPath, StorageWriter):
             layout = StateLayout(tensors, dict(metadata.planner_data or {}))
             saving.commit([Description(layout, {})], parts)
         finally:
-            self._discard()
-        saving.retain()
+            self._end()
 
 
 def _chunks(
@@ -267,31 +276,19 @@ class Reader(_AtPath, StorageReader):
         threads: int | None = None,
         max_buffer_bytes: int = MAX_BUFFER_BYTES,
     ) -> None:
-        super().__init__()
-        self._path = None if path is None else text_of(path)
+        super().__init__(path)
         self._options = ReadOptions(verify, threads, max_buffer_bytes)
         self._opened: ChunkReader | None = None
         self._failure: Exception | None = None
 
-    def reset(self, checkpoint_id: Path | None = None) -> None:
-        """Start a load."""
-        if checkpoint_id is not None:
-            self._path = text_of(checkpoint_id)
-        self._close()
-        self._failure = None
-
-    def _close(self) -> None:
-        if self._opened is not None:
-            self._opened.close()
-            self._opened = None
+    def _end(self) -> None:
+        opened, self._opened, self._failure = self._opened, None, None
+        if opened is not None:
+            opened.close()
 
     def _open(self) -> ChunkReader:
         if self._opened is None:
-            if self._path is None:
-                raise ArgumentError(
-                    "Reader() has no path: give it one, or dcp.load() a checkpoint_id"
-                )
-            self._opened = ChunkReader.open(self._path, self._options)
+            self._opened = ChunkReader.open(self._location, self._options)
         return self._opened
 
     def read_metadata(self, *args: Any) -> Metadata:
@@ -386,7 +383,7 @@ class Reader(_AtPath, StorageReader):
             if item.type == LoadItemType.BYTE_IO:
                 key = item.storage_index.fqn
                 planner.load_bytes(item, _pickled(decode(key, manifest.objects[key])))
-        self._close()
+        self._end()
         future: Future[None] = Future()
         future.set_result(None)
         return future

@@ -6,36 +6,29 @@ from __future__ import annotations
 
 import errno
 import json
-import math
 import os
-import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
+from operator import add
 from typing import Any
 
 from torchrelay.checkpoint import _catalog
-from torchrelay.checkpoint._boxes import tiling_fault
 from torchrelay.checkpoint._local import LocalFolder
-from torchrelay.checkpoint._manifest import from_folder
+from torchrelay.checkpoint._manifest import PARSING_ERRORS, Parser, from_folder, parse
 from torchrelay.checkpoint._storage import Folder, Path, local_path
 from torchrelay.checkpoint._types import (
+    BLOCK_BYTES,
     DTYPES,
     MANIFEST,
     MAX_HEADER_BYTES,
     PADDING,
-    Box,
-    Chunk,
     DataFile,
-    Dtype,
     Manifest,
-    TensorEntry,
 )
 from torchrelay.errors import CorruptionError, StorageError
 
 __all__ = ["find_checkpoint"]
 
-_BY_CODE: Mapping[str, Dtype] = {
-    dtype.code: dtype for dtype in reversed(list(DTYPES.values())) if dtype.width == 1
-}
+_BY_CODE = {dtype.code: name for name, dtype in reversed([*DTYPES.items()]) if dtype.width == 1}
 _WRITER = {"writer": "torchrelay"}  # in the metadata of a file that has padding
 _SHARDING = "DCP_SHARDING_INFO"  # in the metadata of files of DCP's Hugging Face writer
 
@@ -58,10 +51,6 @@ def find_checkpoint(path: Path) -> tuple[Folder, Callable[[], Manifest]]:
     if os.path.isfile(local):
         single = LocalFolder(os.path.dirname(local) or ".", follow_links=True)
         return single, lambda: _manifest_of(single, [os.path.basename(local)])
-    if not os.path.isdir(local):
-        newest = _catalog.newest_inside(os.path.dirname(os.path.abspath(local)))
-        hint = f"; retention (keep=) may have removed it: the newest is {newest}" if newest else ""
-        raise StorageError(errno.ENOENT, f"{local}: there is no checkpoint here{hint}")
     folder = LocalFolder(local)
     names = folder.names()
     if MANIFEST in names or folder.replaced:
@@ -72,106 +61,87 @@ def find_checkpoint(path: Path) -> tuple[Folder, Callable[[], Manifest]]:
 
         return folder, lambda: manifest_of_dcp(folder)
     folder.close()
-    return _find_foreign(local, [name for name in names if name.endswith(".safetensors")])
-
-
-def _find_foreign(local: str, names: list[str]) -> tuple[Folder, Callable[[], Manifest]]:
-    if not names:
-        newest = _catalog.newest_inside(local)
-        if newest:
-            raise StorageError(
-                errno.ENOENT,
-                f"{local}: not a checkpoint, but a folder of checkpoints; the newest is "
-                f"{os.path.join(local, newest)}",
-            )
-        raise StorageError(
-            errno.ENOENT,
-            f"{local}: not a checkpoint: there is neither {MANIFEST}, which a save writes last, "
-            "nor a safetensors file",
-        )
-    if any(name.startswith("data-") for name in names):
+    files = [name for name in names if name.endswith(".safetensors")]
+    if any(name.startswith("data-") for name in files):
         raise CorruptionError(
             f"{local}: {MANIFEST} is missing, without which the data files are no checkpoint"
         )
-    folder = LocalFolder(local, follow_links=True)  # as Hugging Face's cache has them
-    return folder, lambda: _manifest_of(folder, names)
+    if files:
+        foreign = LocalFolder(local, follow_links=True)  # as Hugging Face's cache has them
+        return foreign, lambda: _manifest_of(foreign, files)
+    what = f"not a checkpoint: neither {MANIFEST}, which a save writes last, nor safetensors files"
+    if newest := _catalog.newest_inside(local):
+        what = (
+            f"not a checkpoint, but a folder of them; the newest is {os.path.join(local, newest)}"
+        )
+    elif not os.path.isdir(local):
+        what = "there is no checkpoint here"
+        if newest := _catalog.newest_inside(os.path.dirname(os.path.abspath(local))):
+            what += f"; retention (keep=) may have removed it: the newest is {newest}"
+    raise StorageError(errno.ENOENT, f"{local}: {what}")
 
 
 def _manifest_of(folder: Folder, names: list[str]) -> Manifest:
+    """Describe safetensors files as the manifest of a checkpoint does, so that they are checked
+    like one.
+    """
     files: dict[str, DataFile] = {}
-    found: dict[str, list[tuple[str, Chunk]]] = {}  # dtypes and chunks of each tensor
+    records: dict[str, dict[str, Any]] = {}
+    parser = Parser(folder.location)
     for name in names:
+        header, files[name] = _header(folder, name)
         where = f"{folder.location}/{name}"
-        size = folder.size_bytes(name)
-        header = bytearray(min(8, size))
-        folder.read(name, 0, memoryview(header))
-        header = bytearray(_header_size(bytes(header), size, where))
-        folder.read(name, 0, memoryview(header))
-        files[name] = DataFile(size, len(header), 0)
-        chunks, metadata = _parse_header(bytes(header), files[name], name, where)
-        offsets = _saved_offsets(metadata, chunks, where)
-        for key, (code, chunk) in chunks.items():
-            if key in found and key not in offsets:
-                other = found[key][0][1].file
-                raise CorruptionError(
-                    f"{folder.location}: tensor {key!r} is in {other} and in {name}"
+        entries = parse(header[8:], where, "the safetensors header")
+        try:
+            metadata = entries.pop("__metadata__", None) or {}
+            is_ours = _WRITER.items() <= metadata.items()
+            # DCP's HuggingFaceStorageWriter(save_distributed=True) says where each tensor begins in
+            # the whole one; other writers store whole tensors.
+            begins = json.loads(metadata.get(_SHARDING, "null"))
+            for key, entry in entries.items():
+                if is_ours and key.startswith(PADDING):
+                    continue
+                shape, dtype = entry["shape"], _BY_CODE[entry["dtype"]]
+                begin = begins[key]["saved_offsets"] if begins else [0] * len(shape)
+                record = records.setdefault(
+                    key, {"dtype": dtype, "shape": [0] * len(shape), "chunks": []}
                 )
-            box = Box(offsets.get(key, chunk.box.offsets), chunk.box.sizes)
-            found.setdefault(key, []).append((code, chunk._replace(box=box)))
-    return Manifest("", 1, files, {key: _join(key, parts, folder) for key, parts in found.items()})
+                if record["chunks"] and not begins:
+                    other = record["chunks"][0]["file"]
+                    parser.fail(f"tensor {key!r} is in {other} and in {name}")
+                if record["dtype"] != dtype:
+                    parser.fail(f"tensor {key!r}: its parts have different dtypes")
+                record["shape"] = [*map(max, record["shape"], map(add, begin, shape))]
+                record["chunks"].append(
+                    {
+                        "offsets": begin,
+                        "sizes": shape,
+                        "file": name,
+                        "bytes": [len(header) + position for position in entry["data_offsets"]],
+                        "crc32c": "",
+                    }
+                )
+        except (*PARSING_ERRORS, RecursionError) as error:
+            raise CorruptionError(f"{where}: the safetensors header is damaged ({error})") from None
+        if begins:
+            parser.advice = "; the files of all ranks must be there, of one checkpoint"
+    return Manifest("", 1, files, parser.tensors(records, files, BLOCK_BYTES))
 
 
-def _saved_offsets(
-    metadata: Mapping[str, Any], chunks: Mapping[str, tuple[str, Chunk]], where: str
-) -> dict[str, tuple[int, ...]]:
-    """Return where each tensor of a file begins in the whole one.
-
-    DCP's ``HuggingFaceStorageWriter(save_distributed=True)`` says so; other writers store whole
-    tensors, and the result is empty.
-
-    Raises:
-        CorruptionError: what the file says cannot be.
-    """
-    if _SHARDING not in metadata:
-        return {}
-    try:
-        sharding = json.loads(metadata[_SHARDING])
-        offsets = {
-            key: tuple(int(offset) for offset in sharding[key]["saved_offsets"]) for key in chunks
-        }
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise CorruptionError(f"{where}: {_SHARDING} is damaged ({error!r})") from None
-    for key, begin in offsets.items():
-        if len(begin) != len(chunks[key][1].box.sizes) or any(o < 0 or o >= 1 << 62 for o in begin):
-            raise CorruptionError(f"{where}: tensor {key!r} cannot begin at {begin}")
-    return offsets
-
-
-def _join(key: str, parts: Sequence[tuple[str, Chunk]], folder: Folder) -> TensorEntry:
-    """Return the tensor of which files have ``parts``, their dtypes and chunks."""
-    codes, chunks = {code for code, _ in parts}, tuple(chunk for _, chunk in parts)
-    ends = [[begin + size for begin, size in zip(*chunk.box, strict=True)] for chunk in chunks]
-    shape = tuple(map(max, zip(*ends, strict=False)))
-    fault = tiling_fault(shape, [chunk.box for chunk in chunks])
-    if fault or len(codes) > 1:
-        raise CorruptionError(
-            f"{folder.location}: tensor {key!r}: {fault or 'its parts have different dtypes'}; the "
-            "files of all ranks must be there, of one checkpoint"
-        )
-    return TensorEntry(_BY_CODE[codes.pop()], shape, chunks)
-
-
-def _header_size(first_bytes: bytes, file_bytes: int, where: str) -> int:
-    """Return the length of the header that begins with these 8 bytes, including them.
+def _header(folder: Folder, name: str) -> tuple[bytes, DataFile]:
+    """Return the first bytes of a file, up to its first tensor, and its size.
 
     Raises:
-        CorruptionError: the length is impossible.
+        CorruptionError: it is not a safetensors file.
     """
-    if len(first_bytes) < 8:
+    where, file_bytes = f"{folder.location}/{name}", folder.size_bytes(name)
+    if file_bytes < 8:
         raise CorruptionError(f"{where}: {file_bytes} bytes are too few for a safetensors file")
-    size = int(struct.unpack("<Q", first_bytes[:8])[0])
-    if size + 8 > MAX_HEADER_BYTES or size + 8 > file_bytes:
-        if first_bytes.startswith(b"PK\x03\x04"):
+    first = bytearray(8)
+    folder.read(name, 0, memoryview(first))
+    size = int.from_bytes(first, "little")
+    if size + 8 > min(MAX_HEADER_BYTES, file_bytes):
+        if first.startswith(b"PK\x03\x04"):
             raise CorruptionError(
                 f"{where}: a zip archive, as torch.save writes; convert it with 'torchrelay "
                 f"checkpoint convert {where} FOLDER --to torchrelay', and load FOLDER"
@@ -179,49 +149,6 @@ def _header_size(first_bytes: bytes, file_bytes: int, where: str) -> int:
         raise CorruptionError(
             f"{where}: not a safetensors file (it claims a header of {size} bytes)"
         )
-    return size + 8
-
-
-def _parse_header(
-    header: bytes, file: DataFile, name: str, where: str
-) -> tuple[dict[str, tuple[str, Chunk]], dict[str, Any]]:
-    """Return the dtype and chunk of each tensor that a header describes, without padding, and the
-    file's metadata.
-
-    Raises:
-        CorruptionError: it is damaged or describes what the file cannot hold.
-    """
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        if len({key for key, _ in pairs}) != len(pairs):
-            raise CorruptionError(f"{where}: the header names a tensor twice")
-        return dict(pairs)
-
-    try:
-        entries = json.loads(header[8:], object_pairs_hook=unique)
-        metadata = entries.pop("__metadata__", None) or {}
-        is_ours = _WRITER.items() <= metadata.items()
-        found = {
-            key: (entry["dtype"], _chunk(entry, name, len(header)))
-            for key, entry in entries.items()
-            if not (is_ours and key.startswith(PADDING))
-        }
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise CorruptionError(f"{where}: the safetensors header is damaged ({error})") from None
-    for key, (_, chunk) in found.items():
-        if chunk.start + chunk.size_bytes > file.size_bytes:
-            raise CorruptionError(
-                f"{where}: tensor {key!r} ends at byte {chunk.start + chunk.size_bytes} of a file "
-                f"of {file.size_bytes} bytes; the file is cut short"
-            )
-    return found, metadata
-
-
-def _chunk(entry: Any, name: str, base: int) -> Chunk:
-    shape = tuple(int(size) for size in entry["shape"])
-    start, end = (int(position) for position in entry["data_offsets"])
-    if start < 0 or any(size < 0 for size in shape):
-        raise ValueError("a negative size")
-    if end - start != math.prod(shape) * _BY_CODE[entry["dtype"]].itemsize:
-        raise ValueError(f"{shape} of {entry['dtype']} does not have {end - start} bytes")
-    return Chunk(Box.whole(shape), name, base + start, end - start)
+    header = bytearray(size + 8)
+    folder.read(name, 0, memoryview(header))
+    return bytes(header), DataFile(file_bytes, len(header), 0)

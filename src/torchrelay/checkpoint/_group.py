@@ -71,10 +71,7 @@ class Group:
 
     def coordinate(self, local: Callable[[], T]) -> T:
         """Call ``local`` on the coordinator; return or raise its outcome on every rank."""
-        result: T = self._result(
-            self._broadcast(self._outcome(local) if self.is_coordinator else None)
-        )
-        return result
+        return self.conclude(lambda: None, lambda _: local())
 
     def conclude(self, local: Callable[[], T], finish: Callable[[list[T]], U]) -> U:
         """Call ``local`` on every rank, and ``finish`` with all results on the coordinator.
@@ -85,11 +82,19 @@ class Group:
             TorchRelayError: ``local`` raised on some rank, or ``finish``; the first error, on every
                 rank.
         """
-        outcomes = self._gather(self._outcome(local))
-        outcome = next((one for one in outcomes if one.failure is not None), None)
-        if self.is_coordinator and outcome is None:
-            outcome = self._outcome(lambda: finish([one.value for one in outcomes]))
-        result: U = self._result(self._broadcast(outcome))
+        mine = self._outcome(local)
+        outcomes: list[Any] = [mine] * self.size
+        if self.size > 1:
+            with self._lost_peers("gathering"):
+                gathered = outcomes if self.is_coordinator else None
+                dist.gather_object(mine, gathered, dst=self.ranks[0], group=self._group)
+        found: list[Any] = [next((one for one in outcomes if one.failure is not None), None)]
+        if self.is_coordinator and found == [None]:
+            found = [self._outcome(lambda: finish([one.value for one in outcomes]))]
+        if self.size > 1:
+            with self._lost_peers("waiting for the coordinator"):
+                dist.broadcast_object_list(found, src=self.ranks[0], group=self._group)
+        result: U = self._result(found[0])
         return result
 
     def _outcome(self, local: Callable[[], Any]) -> _Outcome:
@@ -107,24 +112,6 @@ class Group:
         if outcome.rank == self.global_rank and self._error is not None:
             raise self._error
         raise from_json(outcome.failure)
-
-    def _gather(self, value: _Outcome) -> list[_Outcome]:
-        """Return every rank's value, in the group's order; empty except on the coordinator."""
-        if self.size == 1:
-            return [value]
-        found: list[Any] | None = [None] * self.size if self.is_coordinator else None
-        with self._lost_peers("gathering"):
-            dist.gather_object(value, found, dst=self.ranks[0], group=self._group)
-        return found or []
-
-    def _broadcast(self, value: _Outcome | None) -> _Outcome:
-        """Return the coordinator's value."""
-        found: list[Any] = [value]
-        if self.size > 1:
-            with self._lost_peers("waiting for the coordinator"):
-                dist.broadcast_object_list(found, src=self.ranks[0], group=self._group)
-        outcome: _Outcome = found[0]
-        return outcome
 
     @contextmanager
     def _lost_peers(self, what: str) -> Iterator[None]:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from torchrelay.checkpoint._group import Group
-from torchrelay.checkpoint._saving import Description, PlannedChunk, StateLayout
+from torchrelay.checkpoint._saving import Description, Plan, PlannedChunk, Saving, StateLayout
 from torchrelay.checkpoint._state import ORDINARY, Index, Leaf, Subclass, flatten
 from torchrelay.checkpoint._tasks import no_collection
 from torchrelay.checkpoint._tensors import TensorLayout, check_memory, memory_of, tensor_state
@@ -24,7 +24,7 @@ from torchrelay.checkpoint._types import StatePath
 from torchrelay.checkpoint._values import encode
 from torchrelay.errors import ArgumentError, MismatchError
 
-__all__ = ["Inventory", "deal", "encoded", "gather_inventory", "plan_chunks"]
+__all__ = ["Inventory", "begin_save", "deal", "encoded", "plan_save"]
 
 
 class Inventory(NamedTuple):
@@ -152,31 +152,35 @@ def _ties(
     return tied
 
 
-def gather_inventory(
-    state: Any, ranks: Group, before: Callable[[], None] = lambda: None
-) -> tuple[Inventory, list[Description]]:
-    """Return this rank's inventory and, in the group's order, the descriptions of all ranks; one
-    description if it is equal on all.
+def begin_save(
+    state: Any, saving: Saving, ranks: Group, before: Callable[[], None] = lambda: None
+) -> tuple[str, Inventory, list[Description]]:
+    """Begin a save on the coordinator, once the ranks agree on the state.
 
-    An error on one rank is raised on all.
+    An error on one rank is raised on all. ``before`` is called first, in the same round of
+    messages.
 
-    ``before`` is called first, in the same round of messages.
+    Returns:
+        the id of the save, this rank's inventory and, in the group's order, the descriptions of all
+        ranks; one description if it is equal on all.
 
     Raises:
         MismatchError: two ranks have different values, dtypes, shapes or layouts under one key.
         ArgumentError, DeferredError, UnsupportedError: as :func:`take_inventory`.
+        StorageError: as ``Transaction.begin``.
     """
     found: list[Inventory] = []
+    begin = saving.transaction.begin
 
     def take() -> bytes:
         before()
         found.append(take_inventory(state))
         return found[0].description.fingerprint() if ranks.size > 1 else b""
 
-    fingerprints = ranks.together(take)
+    save_id = ranks.conclude(take, lambda prints: begin() if len({*prints}) == 1 else None)
     (mine,) = found
-    if len(set(fingerprints)) == 1:
-        return mine, [mine.description]
+    if save_id is not None:
+        return save_id, mine, [mine.description]
     everyone = ranks.together(lambda: mine.description)
     seen: dict[str, tuple[int, Any]] = {}
     for rank, description in zip(ranks.ranks, everyone, strict=True):
@@ -189,7 +193,7 @@ def gather_inventory(
                     f"{key}: rank {other} has {_shown(known)}, rank {rank} has {_shown(what)}; "
                     "values that differ need keys that differ, such as one with the rank in it"
                 )
-    return mine, everyone
+    return ranks.coordinate(begin), mine, everyone
 
 
 def _shown(what: Any) -> str:
@@ -200,16 +204,14 @@ def _shown(what: Any) -> str:
     return text if len(text) < 80 else f"{text[:77]}..."
 
 
-# The chunks that this rank wrote last, and what they were planned for.
-_planned: tuple[StateLayout, tuple[int, ...], int, list[PlannedChunk]] | None = None
+# What this rank wrote last, and what it was planned for.
+_planned: tuple[StateLayout, tuple[int, ...], int, Plan] | None = None
 
 
 @no_collection()
-def plan_chunks(
-    mine: Inventory, everyone: Sequence[Description], ranks: Group
-) -> list[PlannedChunk]:
-    """Return the chunks that this rank writes; for a state of the same layout as the last one, the
-    same list.
+def plan_save(mine: Inventory, everyone: Sequence[Description], ranks: Group) -> Plan:
+    """Return what this rank writes; for a state of the same layout as the last one, the same
+    object.
     """
     global _planned  # noqa: PLW0603 - as _known
     layout, planned = mine.description.layout, _planned
@@ -225,9 +227,9 @@ def plan_chunks(
             if size_bytes:
                 chunk = PlannedChunk(keys, dtype, described.shape, box, size_bytes, index)
                 held.append((chunk, _holders(keys[0], positions, layouts, ranks)))
-    chunks = deal(held, ranks.global_rank)
-    _planned = (layout, ranks.ranks, ranks.rank, chunks) if len(everyone) == 1 else None
-    return chunks
+    plan = Plan.of(deal(held, ranks.global_rank), everyone if ranks.is_coordinator else ())
+    _planned = (layout, ranks.ranks, ranks.rank, plan) if len(everyone) == 1 else None
+    return plan
 
 
 def deal(chunks: Sequence[tuple[PlannedChunk, tuple[int, ...]]], rank: int) -> list[PlannedChunk]:

@@ -22,30 +22,27 @@ import re
 import secrets
 import stat
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
 
 from torchrelay import _native
 from torchrelay._addresses import boot_id
-from torchrelay.checkpoint import _manifest
-from torchrelay.checkpoint._manifest import Head
-from torchrelay.checkpoint._storage import removed_error
+from torchrelay.checkpoint._manifest import claims_of
+from torchrelay.checkpoint._storage import (
+    check_files,
+    read_again,
+    removed_error,
+    storage_errors,
+)
 from torchrelay.checkpoint._types import DATA_NAME, MANIFEST, NOTE_NAME, Sizes
 from torchrelay.errors import CorruptionError, PeerLostError, StorageError, UnsupportedError
 
-if TYPE_CHECKING:
-    from torchrelay.checkpoint._storage import Folder
-
-__all__ = ["LocalFolder", "LocalTransaction", "heads", "linked", "read_again", "remove", "sweep"]
+__all__ = ["LocalFolder", "LocalTransaction"]
 
 _LOCK, _SAVING = "torchrelay-lock", "torchrelay-saving"
 _UNFINISHED = re.compile(rf"\.(.+)\.(?:{_LOCK}|{_SAVING})", re.DOTALL)
 _NOTE = re.compile(rf"{NOTE_NAME.pattern}(\.new)?")
-F = TypeVar("F", bound="Folder")
-T = TypeVar("T")
-
 _NOTE_END = b"\n"
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -53,25 +50,6 @@ _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 _SYNC_FILE_RANGE_WRITE = 2
 _MADV_POPULATE_READ = 22
-
-
-@contextmanager
-def storage_errors(what: str) -> Iterator[None]:
-    """Convert errors of the operating system to :class:`StorageError`, with ``what`` was done."""
-    try:
-        yield
-    except OSError as error:
-        if isinstance(error, StorageError | CorruptionError):
-            raise
-        advice = {
-            errno.ENOSPC: "; free some space, or save elsewhere",
-            errno.EDQUOT: "; the quota is used up",
-            errno.EROFS: "; the file system is read-only",
-            errno.EACCES: "; check its owner and mode",
-        }.get(error.errno or 0, "")
-        raise StorageError(
-            error.errno or errno.EIO, f"{what}: {error.strerror or error}{advice}"
-        ) from error
 
 
 class LocalFolder:
@@ -122,9 +100,28 @@ class LocalFolder:
         return self._folder_fd
 
     def names(self) -> list[str]:
-        """Return the names of the files in the folder."""
         with self._lock, storage_errors(f"listing {self.location}"):
-            return sorted(os.listdir(self._here()))
+            try:
+                return sorted(os.listdir(self._here()))
+            except (FileNotFoundError, NotADirectoryError):
+                return []
+
+    def folders(self) -> list[str]:
+        shown = [name for name in self.names() if not name.startswith(".")]
+        return sorted((os.path.join(self.location, name) for name in shown), key=os.path.islink)
+
+    def linked(self) -> frozenset[str]:
+        paths = [os.path.join(self.location, name) for name in self.names()]
+        links = [path for path in paths if os.path.islink(path)]
+        real = os.path.realpath(self.location)
+        targets = [os.path.split(os.path.realpath(link)) for link in links]
+        there = [os.path.join(self.location, name) for folder, name in targets if folder == real]
+        return frozenset([*links, *there])
+
+    def content(self, name: str, most: int) -> bytes:
+        data = bytearray(min(self.size_bytes(name), most))
+        self.read(name, 0, memoryview(data))
+        return bytes(data)
 
     def open(self, name: str) -> io.FileIO:
         """Return a file object, which the caller closes."""
@@ -238,22 +235,6 @@ class _LocalSink:
             os.close(fd)
 
 
-def _lock(path: Path) -> int | None:
-    """Lock a file, creating it; return its descriptor, or None if another process has locked it."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
-    while True:
-        fd = os.open(path, flags, 0o666)
-        with contextlib.suppress(FileNotFoundError):
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                os.close(fd)
-                return None
-            if os.path.samestat(os.fstat(fd), os.stat(path)):
-                return fd
-        os.close(fd)  # its last owner has removed it meanwhile
-
-
 def _is_locked(fd: int) -> bool:
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -271,8 +252,9 @@ class LocalTransaction:
 
     def __init__(self, path: str, *, fsync: bool = True) -> None:
         self._final = Path(os.path.abspath(path))
-        self.location = str(self._final)
-        self._lock, self._saving = _unfinished(self._final)
+        self.location, self.save_id = str(self._final), ""
+        self._lock = self._final.with_name(f".{self._final.name}.{_LOCK}")
+        self._saving = self._final.with_name(f".{self._final.name}.{_SAVING}")
         self._fsync = fsync
         self._lock_fd = -1
 
@@ -281,7 +263,7 @@ class LocalTransaction:
         return (fd,)
 
     def take_over(self, save_id: str, fds: Sequence[int]) -> None:
-        (self._lock_fd,) = fds
+        self.save_id, (self._lock_fd,) = save_id, fds
 
     def open_note(self, name: str) -> Callable[[bytes], None]:
         path = self._saving / name
@@ -313,37 +295,47 @@ class LocalTransaction:
         return content
 
     def is_marked(self, save_id: str) -> bool:
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            return self._lock.read_bytes() == save_id.encode()
+        with (
+            contextlib.suppress(FileNotFoundError, NotADirectoryError),
+            open(self._lock, "rb") as file,
+        ):
+            return file.read() == save_id.encode() and _is_locked(file.fileno())
         return False
-
-    def is_committed(self, save_id: str) -> bool | None:
-        with contextlib.suppress(FileNotFoundError), open(self._lock, "rb") as file:
-            if file.read() == save_id.encode() and _is_locked(file.fileno()):
-                return None
-        head = _head(self._final)
-        return head is not None and head.id == save_id
 
     def begin(self) -> str:
         with storage_errors(f"beginning to save {self._final}"):
             self._check_target()
             self._final.parent.mkdir(parents=True, exist_ok=True)
-            sweep(str(self._final.parent))
-            fd = _lock(self._lock)
-            if fd is None:
+            self.sweep()
+            if not self._takes_lock():
                 raise StorageError(
                     errno.EBUSY,
                     f"{self._final}: another save to this path is in progress; wait for it to end",
                 )
-            self._lock_fd = fd
             try:
-                save_id = secrets.token_hex(8)
-                os.pwrite(fd, save_id.encode(), 0)
+                self.save_id = secrets.token_hex(8)
+                os.pwrite(self._lock_fd, self.save_id.encode(), 0)
                 self._saving.mkdir()
             except BaseException:
                 self.discard()
                 raise
-            return save_id
+            return self.save_id
+
+    def _takes_lock(self) -> bool:
+        """Lock the path, unless another process has."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
+        while True:
+            fd = os.open(self._lock, flags, 0o666)
+            with contextlib.suppress(FileNotFoundError):
+                try:
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    os.close(fd)
+                    return False
+                if os.path.samestat(os.fstat(fd), os.stat(self._lock)):
+                    self._lock_fd = fd
+                    return True
+            os.close(fd)  # its last owner has removed it meanwhile
 
     def _check_target(self) -> bool:
         """Return whether there is a checkpoint of ours, which may be replaced.
@@ -381,7 +373,8 @@ class LocalTransaction:
 
     def commit(self, manifest: bytes, files: Mapping[str, int]) -> None:
         try:
-            self._check_files(files)
+            with contextlib.closing(LocalFolder(str(self._saving))) as written:
+                check_files(written, files)
             sink = self.create(MANIFEST)
             sink.write(0, memoryview(manifest))
             sink.close()
@@ -392,17 +385,6 @@ class LocalTransaction:
                 self._publish()
         finally:
             self.discard()  # or what was replaced
-
-    def _check_files(self, files: Mapping[str, int]) -> None:
-        for name, size_bytes in files.items():
-            path = self._saving / name
-            found = path.stat().st_size if path.exists() else None
-            if found != size_bytes:
-                raise StorageError(
-                    errno.EIO,
-                    f"{path}: a rank wrote {size_bytes} bytes, and the coordinator finds {found}; "
-                    "is the path on a file system that all ranks share?",
-                )
 
     def _publish(self) -> None:
         """Give the folder its name; if a checkpoint has it, exchange the two atomically."""
@@ -429,62 +411,40 @@ class LocalTransaction:
                 os.close(fd)
 
     def discard(self) -> None:
+        """Remove the folder of a save or a removal, and the lock if this process has it.
+
+        If files of others are in the folder, it gets its name back.
+        """
         fd, self._lock_fd = self._lock_fd, -1
-        if fd >= 0:
-            _clean_up(self._final, fd)
+        if fd < 0:
+            return
+        with contextlib.suppress(OSError):  # the next save tries again
+            try:
+                _clear(self._saving)
+            except OSError as error:
+                if error.errno != errno.ENOTEMPTY:
+                    raise
+                os.rename(self._saving, self._final)
+            _unlink(self._lock)
+        os.close(fd)
 
+    def remove(self) -> None:
+        _claims(self._final)
+        with storage_errors(f"removing {self._final}"):
+            if self._takes_lock():  # no save replaces it
+                try:
+                    os.rename(self._final, self._saving)
+                finally:
+                    self.discard()
 
-def _unfinished(final: Path) -> tuple[Path, Path]:
-    """Return the lock of a save to ``final`` or its removal, and the folder meanwhile."""
-    return final.with_name(f".{final.name}.{_LOCK}"), final.with_name(f".{final.name}.{_SAVING}")
-
-
-def _clean_up(final: Path, fd: int) -> None:
-    """Remove the folder of a save or a removal whose lock this process has, and the lock.
-
-    If files of others are in the folder, it gets its name back.
-    """
-    lock, saving = _unfinished(final)
-    with contextlib.suppress(OSError):  # the next save tries again
-        try:
-            _clear(saving)
-        except OSError as error:
-            if error.errno != errno.ENOTEMPTY:
-                raise
-            os.rename(saving, final)
-        _unlink(lock)
-    os.close(fd)
-
-
-def heads(parent: str) -> dict[str, Head]:
-    """Return the first line of each manifest of ours directly inside ``parent``, by path.
-
-    Folders come before symbolic links to folders.
-    """
-    if not os.path.lexists(parent):
-        return {}
-    with storage_errors(f"listing {parent}"), os.scandir(parent) as entries:
-        found = [entry for entry in entries if not entry.name.startswith(".")]
-    found.sort(key=lambda entry: (entry.is_symlink(), entry.name))
-    all_heads = {os.path.join(parent, entry.name): _head(Path(entry.path)) for entry in found}
-    return {path: head for path, head in all_heads.items() if head is not None}
-
-
-def linked(parent: str) -> frozenset[str]:
-    """Return the paths in ``parent`` of its symbolic links, and of what they point to."""
-    with storage_errors(f"listing {parent}"), os.scandir(parent) as entries:
-        links = [entry.path for entry in entries if entry.is_symlink()]
-    real = os.path.realpath(parent)
-    targets = [os.path.split(os.path.realpath(link)) for link in links]
-    there = [os.path.join(parent, name) for folder, name in targets if folder == real]
-    return frozenset([*links, *there])
-
-
-def _head(path: Path) -> Head | None:
-    """Return the first line of the manifest in a folder; None if there is none of ours."""
-    with contextlib.suppress(CorruptionError, StorageError):
-        return _read(path, lambda folder: _manifest.head_of(*_manifest.first_bytes(folder)))
-    return None
+    def sweep(self) -> None:
+        with os.scandir(self._final.parent) as entries:
+            names = [entry.name for entry in entries if not entry.is_symlink()]
+        for name in {match[1] for match in map(_UNFINISHED.fullmatch, names) if match}:
+            left = LocalTransaction(str(self._final.with_name(name)))
+            with contextlib.suppress(OSError):  # another user's: that user's next save can
+                if left._takes_lock():
+                    left.discard()
 
 
 def _claims(path: Path) -> tuple[frozenset[str], list[str]]:
@@ -493,53 +453,9 @@ def _claims(path: Path) -> tuple[frozenset[str], list[str]]:
     Raises:
         CorruptionError, UnsupportedError, StorageError: there is no whole one.
     """
-    return _read(path, lambda folder: (_manifest.claims_of(folder), folder.names()))
-
-
-def _read(path: Path, read: Callable[[LocalFolder], T]) -> T:
-    return read_again(lambda: LocalFolder(str(path)), read)
-
-
-def read_again(open_folder: Callable[[], F], read: Callable[[F], T]) -> T:
-    """Return what ``read`` finds in a folder; again if another has replaced it meanwhile."""
-    while True:
-        with contextlib.closing(open_folder()) as folder:
-            try:
-                return read(folder)
-            except (CorruptionError, StorageError):
-                if not folder.replaced:
-                    raise
-
-
-def remove(path: str) -> None:
-    """Remove a checkpoint; others see it whole or not at all. Files of others in it stay.
-
-    Raises:
-        CorruptionError, UnsupportedError: it is not a checkpoint of ours.
-        StorageError: it cannot be removed.
-    """
-    final = Path(path)
-    lock, saving = _unfinished(final)
-    _claims(final)
-    with storage_errors(f"removing {path}"):
-        fd = _lock(lock)
-        if fd is not None:  # no save replaces it
-            try:
-                os.rename(final, saving)
-            finally:
-                _clean_up(final, fd)
-
-
-def sweep(parent: str) -> None:
-    """Remove what killed savers have left in ``parent``."""
-    with os.scandir(parent) as entries:
-        names = [entry.name for entry in entries if not entry.is_symlink()]
-    for name in {match[1] for match in map(_UNFINISHED.fullmatch, names) if match}:
-        final = Path(parent, name)
-        with contextlib.suppress(OSError):  # another user's: that user's next save can
-            fd = _lock(_unfinished(final)[0])
-            if fd is not None:
-                _clean_up(final, fd)
+    return read_again(
+        partial(LocalFolder, str(path)), lambda folder: (claims_of(folder), folder.names())
+    )
 
 
 def _unlink(path: Path) -> None:

@@ -8,16 +8,17 @@ done with it.
 from __future__ import annotations
 
 import binascii
+import errno
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from json.encoder import encode_basestring_ascii as quoted
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from torchrelay import _native
-from torchrelay.checkpoint._boxes import tiling_fault
+from torchrelay.checkpoint._storage import Folder, read_again
 from torchrelay.checkpoint._tasks import no_collection
 from torchrelay.checkpoint._types import (
     BLOCK_BYTES,
@@ -30,25 +31,24 @@ from torchrelay.checkpoint._types import (
     Manifest,
     StatePath,
     TensorEntry,
+    tiling_fault,
 )
-from torchrelay.errors import CorruptionError, UnsupportedError
-
-if TYPE_CHECKING:
-    from torchrelay.checkpoint._storage import Folder
+from torchrelay.errors import CorruptionError, StorageError, UnsupportedError
 
 __all__ = [
-    "HEAD_BYTES",
     "MAX_MANIFEST_BYTES",
+    "PARSING_ERRORS",
     "VERSION",
     "Head",
+    "Parser",
     "all_bytes",
     "check_whole",
     "chunk_text",
     "claims_of",
-    "first_bytes",
     "from_bytes",
     "from_folder",
-    "head_of",
+    "head_at",
+    "parse",
     "quoted",
     "tensor_text",
     "to_bytes",
@@ -57,14 +57,14 @@ __all__ = [
 FORMAT, VERSION = "torchrelay-checkpoint", 1
 _START = f'{{"format":"{FORMAT}",'.encode()
 MAX_MANIFEST_BYTES = 1 << 30
-HEAD_BYTES = 8192  # at least as long as any first line
+_HEAD_BYTES = 8192  # at least as long as any first line
 _MAX_INT = (1 << 63) - 1
 _MAX_DIMS = 64
 _MAX_BLOCK_BYTES = 1 << 30
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,254}")
 _TENSOR_FIELDS = itemgetter("dtype", "shape", "chunks")
 # What a value of another type may raise where it is used.
-_PARSING_ERRORS = (ArithmeticError, AttributeError, LookupError, MemoryError, TypeError, ValueError)
+PARSING_ERRORS = (ArithmeticError, AttributeError, LookupError, MemoryError, TypeError, ValueError)
 _CHUNK_FIELDS = itemgetter("offsets", "sizes", "file", "bytes", "crc32c")
 _TAIL = ',\n"crc32c":"{:08x}"}}\n'
 _TAIL_BYTES = len(_TAIL.format(0))
@@ -77,16 +77,14 @@ class Head(NamedTuple):
     another. ``saved_at_ns`` is by the clock of the rank that committed it.
     """
 
+    saved_at_ns: int
     id: str
     name: str
-    saved_at_ns: int
 
 
 def to_bytes(
+    head: Head,
     *,
-    save_id: str,
-    name: str,
-    saved_at_ns: int,
     world_size: int,
     files: Mapping[str, DataFile],
     tensors: Mapping[str, str],
@@ -96,17 +94,9 @@ def to_bytes(
     """Return the content of ``manifest.json``; ``tensors`` are results of :func:`tensor_text` by
     key.
     """
-    head = {
-        "format": FORMAT,
-        "version": VERSION,
-        "saved_at_ns": saved_at_ns,
-        "id": save_id,
-        "name": name,
-        "world_size": world_size,
-        "block_bytes": BLOCK_BYTES,
-    }
+    first = {"format": FORMAT, "version": VERSION, **head._asdict()}
     parts = [
-        _json(head)[:-1],
+        _json({**first, "world_size": world_size, "block_bytes": BLOCK_BYTES})[:-1],
         f'"files":{_json({name: _file_json(file) for name, file in files.items()})}',
         f'"tensors":{{{",".join(f"{quoted(key)}:{text}" for key, text in tensors.items())}}}',
         f'"objects":{_json(dict(objects))}',
@@ -145,7 +135,7 @@ def head_of(data: bytes, where: str) -> Head:
     Raises:
         CorruptionError: it is not a manifest of ours.
     """
-    return Head(*_Parser(where).fields(_first_line(data, where), id=str, name=str, saved_at_ns=int))
+    return Head(*Parser(where).fields(_first_line(data, where), saved_at_ns=int, id=str, name=str))
 
 
 def check_whole(data: bytes, where: str) -> None:
@@ -161,16 +151,24 @@ def check_whole(data: bytes, where: str) -> None:
         )
 
 
-def first_bytes(folder: Folder, most: int = HEAD_BYTES) -> tuple[bytes, str]:
-    """Return the first ``most`` bytes of the manifest in a folder, and its path.
+def head_at(open_folder: Callable[[], Folder]) -> Head | None:
+    """Return the first line of the manifest in a folder; None if there is none of ours.
 
     Raises:
-        CorruptionError: it is missing.
-        StorageError: it cannot be read.
+        StorageError: it is not known, as the storage fails.
     """
-    data = bytearray(min(folder.size_bytes(MANIFEST), most))
-    folder.read(MANIFEST, 0, memoryview(data))
-    return bytes(data), f"{folder.location}/{MANIFEST}"
+
+    def read(folder: Folder) -> Head:
+        return head_of(folder.content(MANIFEST, _HEAD_BYTES), folder.location)
+
+    try:
+        return read_again(open_folder, read)
+    except CorruptionError:
+        return None
+    except StorageError as error:
+        if error.errno not in (errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENXIO):
+            raise
+        return None
 
 
 def all_bytes(folder: Folder) -> tuple[bytes, str]:
@@ -180,7 +178,7 @@ def all_bytes(folder: Folder) -> tuple[bytes, str]:
         CorruptionError: it is missing or too large.
         StorageError: it cannot be read.
     """
-    data, where = first_bytes(folder, MAX_MANIFEST_BYTES + 1)
+    data, where = folder.content(MANIFEST, MAX_MANIFEST_BYTES + 1), f"{folder.location}/{MANIFEST}"
     if len(data) > MAX_MANIFEST_BYTES:
         raise CorruptionError(
             f"{where}: more bytes than a manifest may have ({MAX_MANIFEST_BYTES})"
@@ -201,7 +199,7 @@ def claims_of(folder: Folder) -> frozenset[str]:
     data, where = all_bytes(folder)
     _check(data, where)
     lines = data.split(b",\n", 2)
-    (files,) = _Parser(where).fields(_parse(b"{" + lines[1] + b"}", where), files=dict)
+    (files,) = Parser(where).fields(parse(b"{" + lines[1] + b"}", where), files=dict)
     return frozenset(filter(_FILE_NAME.fullmatch, files))
 
 
@@ -223,12 +221,12 @@ def from_bytes(data: bytes, where: str) -> Manifest:
         UnsupportedError: a version of TorchRelay wrote it that this one does not know.
     """
     _check(data, where)
-    return _Parser(where).manifest(_parse(data, where))
+    return Parser(where).manifest(parse(data, where))
 
 
 def _check(data: bytes, where: str) -> None:
     """Check that a manifest is of our format and version, and whole."""
-    (version,) = _Parser(where).fields(_first_line(data, where), version=int)
+    (version,) = Parser(where).fields(_first_line(data, where), version=int)
     if version != VERSION:
         raise UnsupportedError(
             f"{where}: the checkpoint has format version {version}, this TorchRelay reads version "
@@ -240,10 +238,16 @@ def _check(data: bytes, where: str) -> None:
 def _first_line(data: bytes, where: str) -> Any:
     if not data.startswith(_START):
         raise CorruptionError(f"{where}: it is not the manifest of a TorchRelay checkpoint")
-    return _parse(data.partition(b",\n")[0] + b"}", where)
+    return parse(data.partition(b",\n")[0] + b"}", where)
 
 
-def _parse(data: bytes, where: str) -> Any:
+def parse(data: bytes, where: str, what: str = "the manifest") -> Any:
+    """Parse JSON.
+
+    Raises:
+        CorruptionError: it is damaged, or has a key twice.
+    """
+
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) != len(pairs):
@@ -256,18 +260,22 @@ def _parse(data: bytes, where: str) -> Any:
         return json.loads(data, object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:
         raise CorruptionError(
-            f"{where}: the manifest is damaged or cut short (not a JSON document: {error})"
+            f"{where}: {what} is damaged or cut short (not a JSON document: {error})"
         ) from None
 
 
-class _Parser:
-    """Parses a manifest; each method raises :class:`CorruptionError` for an invalid value."""
+class Parser:
+    """Parses a manifest; each method raises :class:`CorruptionError` for an invalid value.
+
+    ``advice`` is added to each message.
+    """
 
     def __init__(self, where: str) -> None:
         self._where = where
+        self.advice = ""
 
     def fail(self, what: str) -> NoReturn:
-        raise CorruptionError(f"{self._where}: {what}")
+        raise CorruptionError(f"{self._where}: {what}{self.advice}")
 
     def fields(self, record: Any, what: str = "the manifest", **kinds: type) -> list[Any]:
         """Return the fields of a record that are of these types; integers are sizes."""
@@ -341,7 +349,7 @@ class _Parser:
                 fault = tiling_fault(tuple(shape), [chunk.box for chunk in chunks])
             except KeyError as error:
                 self.fail(f"{what} lacks {error}")
-            except _PARSING_ERRORS as error:
+            except PARSING_ERRORS as error:
                 self.fail(f"{what} is damaged ({type(error).__name__}: {error})")
             if fault or len(shape) > _MAX_DIMS:
                 self.fail(f"{what} of shape {shape}: {fault or 'too many dimensions'}")
@@ -384,7 +392,7 @@ class _Parser:
         if not file.header_bytes <= start <= file.size_bytes - size_bytes:
             self.fail(
                 f"{what}, the chunk at {offsets}, lies at bytes {[start, end]} of {name}, out of "
-                "range"
+                f"range: the file has {file.size_bytes} bytes; it is cut short, or this is damaged"
             )
         if checksums and len(checksums) != 4 * -(-size_bytes // block_bytes):
             self.fail(

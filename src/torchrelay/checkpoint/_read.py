@@ -12,7 +12,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 
 from torchrelay import _native
 from torchrelay._progress import no_progress
-from torchrelay.checkpoint._boxes import contiguous_runs, intersection
 from torchrelay.checkpoint._foreign import find_checkpoint
 from torchrelay.checkpoint._storage import Folder, Path
 from torchrelay.checkpoint._tasks import memory_at, no_collection, run_tasks, usable_threads
@@ -35,6 +34,8 @@ from torchrelay.checkpoint._types import (
     Sizes,
     TensorEntry,
     check_count,
+    contiguous_runs,
+    intersection,
 )
 from torchrelay.errors import ArgumentError, CorruptionError
 
@@ -56,7 +57,6 @@ Task = Callable[[], None]
 
 MAX_BUFFER_BYTES = 256 << 20
 _VERIFY = ("data", "header", "none")
-_ATTEMPTS = 10  # for a checkpoint that savers replace again and again
 _PIECE_BYTES = 16 << 20
 _READ_BYTES = 4 << 20  # by one call; what was read is in the cache when it is compared
 _RUN_BLOCKS = 16  # successive blocks that one rank verifies
@@ -121,12 +121,22 @@ def segments_of(key: str, entry: TensorEntry, box: Box) -> list[Segment]:
     """Return the segments that cover a box of a tensor exactly once. Pure."""
     if not box.numel:
         return []
-    for chunk in entry.chunks:
-        if len(entry.chunks) == 1 or chunk.box == box:
-            return [Segment(key, entry, chunk, box)]
+    chunks: Sequence[Chunk] = entry.chunks
+    if len(chunks) == 1:
+        return [Segment(key, entry, chunks[0], box)]
+    # Most chunks are told apart by the first dimension in which the box is a part of the tensor.
+    cut = next((dim for dim, size in enumerate(entry.shape) if box.sizes[dim] < size), None)
+    if cut is not None:
+        start, end = box.offsets[cut], box.offsets[cut] + box.sizes[cut]
+        chunks = [
+            chunk
+            for chunk in chunks
+            for offsets, sizes in (chunk.box,)
+            if offsets[cut] < end and offsets[cut] + sizes[cut] > start
+        ]
     return [
         Segment(key, entry, chunk, inner)
-        for chunk in entry.chunks
+        for chunk in chunks
         if chunk.size_bytes and (inner := intersection(chunk.box, box)) is not None
     ]
 
@@ -227,7 +237,7 @@ class ChunkReader:
         self._threads = usable_threads(options.threads)
         limit_bytes = options.max_buffer_bytes // self._threads
         self._limit_bytes = max(1 << 16, min(_PIECE_BYTES, limit_bytes))
-        self._files: dict[str, _FileBlocks] = {}
+        self._blocks = cache(lambda name: _FileBlocks(manifest.by_file[name], manifest.block_bytes))
 
     @classmethod
     def open(
@@ -242,18 +252,17 @@ class ChunkReader:
         Raises:
             As :func:`find_checkpoint`, and what ``check`` raises.
         """
-        for left in reversed(range(_ATTEMPTS)):
+        while True:
             folder, read = find_checkpoint(path)
             try:
                 reader = cls(folder, read(), options)
                 check(reader)
                 return reader
             except BaseException as error:
-                again = left and isinstance(error, CorruptionError) and folder.replaced
+                again = isinstance(error, CorruptionError) and folder.replaced
                 folder.close()
                 if not again:
                     raise
-        raise AssertionError("unreachable")
 
     def close(self) -> None:
         self.folder.close()
@@ -330,12 +339,6 @@ class ChunkReader:
                 partial(self._verify_piece, name, numbers[piece], progress) for piece in pieces
             ]
         run_tasks(tasks, self._threads)
-
-    def _blocks(self, name: str) -> _FileBlocks:
-        if name not in self._files:
-            file = self.manifest.by_file[name]
-            self._files[name] = _FileBlocks(file, self.manifest.block_bytes)
-        return self._files[name]
 
     def _verify_piece(self, name: str, numbers: NDArray[np.intp], progress: Progress) -> None:
         file = self._blocks(name)

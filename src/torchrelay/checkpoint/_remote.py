@@ -13,38 +13,28 @@ import errno
 import secrets
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from torchrelay import _native
-from torchrelay.checkpoint import _manifest
-from torchrelay.checkpoint._manifest import Head
-from torchrelay.checkpoint._storage import removed_error
+from torchrelay.checkpoint._manifest import claims_of, head_at
+from torchrelay.checkpoint._storage import Folder, check_files, removed_error, storage_errors
 from torchrelay.checkpoint._types import DATA_NAME, MANIFEST, NOTE_NAME, Sizes
-from torchrelay.errors import CorruptionError, StorageError, TorchRelayError, UnavailableError
+from torchrelay.errors import CorruptionError, StorageError, UnavailableError
 
-__all__ = ["RemoteFolder", "RemoteTransaction", "has_manifest", "heads", "remove", "sweep"]
+__all__ = ["RemoteFolder", "RemoteTransaction"]
 
 _MARKER = "torchrelay-saving.json"
 _REMOVING = b"removing"  # in a marker, instead of the id of a save
 _REQUESTS = 8  # at once
 
 
-@contextmanager
-def remote_errors(what: str) -> Iterator[None]:
+def remote_errors(what: str) -> AbstractContextManager[None]:
     """Convert whatever a file system of fsspec raises to :class:`StorageError`."""
-    try:
-        yield
-    except TorchRelayError:
-        raise
-    except FileNotFoundError as error:
-        raise CorruptionError(f"{what}: the file is missing") from error
-    except Exception as error:
-        code = getattr(error, "errno", None) or errno.EIO
-        raise StorageError(code, f"{what}: {type(error).__name__}: {error}") from error
+    return storage_errors(what, Exception)
 
 
 class _Store:
@@ -68,7 +58,7 @@ class _Store:
         self._root = root.rstrip("/")
         self._fs.invalidate_cache()  # what other processes wrote
 
-    def content(self, name: str, most: int | None = None) -> bytes | None:
+    def find(self, name: str, most: int | None = None) -> bytes | None:
         """Return the first bytes of an object; None if there is none. Asks the server."""
         path, end = f"{self._root}/{name}", {} if most is None else {"start": 0, "end": most}
         with remote_errors(f"reading {self.location}/{name}"):
@@ -81,13 +71,6 @@ class _Store:
                     raise
                 return b""  # which has no range
         return content
-
-    def head(self) -> Head | None:
-        """Return the first line of the manifest; None if there is none of ours."""
-        first = self.content(MANIFEST, _manifest.HEAD_BYTES)
-        with suppress(CorruptionError):
-            return None if first is None else _manifest.head_of(first, self.location)
-        return None
 
     def put(self, name: str, content: bytes) -> None:
         """Write an object in one step."""
@@ -108,10 +91,10 @@ class _Store:
             name.rpartition("/")[2] for name, one in found if name != self._root or one.get("size")
         ]
 
-    def folders(self) -> list[_Store]:
-        return [_Store(f"{self.location}/{name}") for name in sorted(self.names(["directory"]))]
+    def folders(self) -> list[str]:
+        return [f"{self.location}/{name}" for name in sorted(self.names(["directory"]))]
 
-    def remove(self, names: Collection[str]) -> None:
+    def delete(self, names: Collection[str]) -> None:
         """Remove objects, the marker last, and the folder if it is empty then."""
 
         def remove_object(name: str) -> None:
@@ -127,12 +110,12 @@ class _Store:
                 self._fs.rmdir(self._root)
 
 
-class RemoteFolder(_Store):
-    """Reads byte ranges of objects."""
+class RemoteFolder(_Store, Folder):
+    """Reads byte ranges of objects. A save never replaces them, and each rank transfers what it
+    reads.
+    """
 
     request_bytes = 16 << 20  # a request takes long
-    replaced = False  # a save never takes another's place
-    identity = ""  # each rank transfers what it reads
 
     def __init__(self, url: str) -> None:
         super().__init__(url)
@@ -140,23 +123,31 @@ class RemoteFolder(_Store):
 
     @property
     def removed(self) -> bool:
-        return self._was_read and self.content(MANIFEST, 1) is None
+        return self._was_read and self.find(MANIFEST, 1) is None
 
     @contextmanager
     def _errors(self, what: str) -> Iterator[None]:
         try:
             with remote_errors(what):
                 yield
-        except CorruptionError:
+        except StorageError as error:
+            if not isinstance(error.__cause__, FileNotFoundError):
+                raise
             if self.removed:
                 raise removed_error(self.location) from None
-            raise
+            raise CorruptionError(f"{what}: the file is missing") from error
+        self._was_read = True
+
+    def content(self, name: str, most: int) -> bytes:
+        with self._errors(f"{self.location}/{name}"):
+            found = self.find(name, most)
+            if found is None:
+                raise FileNotFoundError
+            return found
 
     def size_bytes(self, name: str) -> int:
         with self._errors(f"{self.location}/{name}"):
-            size = int(self._fs.info(f"{self._root}/{name}")["size"])
-        self._was_read = True
-        return size
+            return int(self._fs.info(f"{self._root}/{name}")["size"])
 
     def read(self, name: str, offset: int, into: memoryview) -> None:
         into[:] = self._read(name, offset, offset + len(into))
@@ -176,12 +167,6 @@ class RemoteFolder(_Store):
     def checksums(self, name: str, starts: Sizes, sizes: Sizes) -> bytes:
         data = np.frombuffer(self._read(name, int(starts[0]), int(starts[-1] + sizes[-1])), "u1")
         return _native.crc32c_of_memory(starts - starts[0] + np.uint64(data.ctypes.data), sizes)
-
-    def map(self, name: str, offset: int, size_bytes: int) -> None:
-        return None
-
-    def close(self) -> None:
-        pass
 
 
 class _RemoteSink:
@@ -215,17 +200,20 @@ class RemoteTransaction(_Store):
 
     sequential = True
     max_file_bytes = 256 << 20  # files are uploaded side by side
-    _id = ""
+    save_id = ""  # also after the end of the save
+
+    def _folder(self) -> RemoteFolder:
+        return RemoteFolder(self.location)
 
     def begin(self) -> str:
         names = self.names()
         self._check_target(names)
-        self.remove(names)
+        self.delete(names)
         with remote_errors(f"beginning to save {self.location}"):
             self._fs.makedirs(self._root, exist_ok=True)
-        self._id = secrets.token_hex(8)
-        self.put(_MARKER, self._id.encode())
-        return self._id
+        self.save_id = secrets.token_hex(8)
+        self.put(_MARKER, self.save_id.encode())
+        return self.save_id
 
     def _check_target(self, names: list[str]) -> None:
         """Check that there is nothing, or what an interrupted save has left.
@@ -233,7 +221,7 @@ class RemoteTransaction(_Store):
         Raises:
             StorageError: there is something else.
         """
-        if MANIFEST in names and self.head() is not None:
+        if MANIFEST in names and head_at(self._folder) is not None:
             raise StorageError(
                 errno.EEXIST,
                 f"{self.location}: there is a checkpoint already, and an object store cannot "
@@ -249,98 +237,55 @@ class RemoteTransaction(_Store):
             )
 
     def is_marked(self, save_id: str) -> bool:
-        return self.content(_MARKER) == save_id.encode()
+        return self.find(_MARKER) == save_id.encode()
 
     def create(self, name: str) -> _RemoteSink:
         return _RemoteSink(self._fs, f"{self._root}/{name}", f"{self.location}/{name}")
 
     def commit(self, manifest: bytes, files: Mapping[str, int]) -> None:
-        folder = RemoteFolder(self.location)
-        for name, size_bytes in files.items():
-            if folder.size_bytes(name) != size_bytes:
-                raise StorageError(
-                    errno.EIO, f"{self.location}/{name}: not the {size_bytes} bytes written"
-                )
-        if not self.is_marked(self._id):
-            self._id = ""
+        check_files(self._folder(), files)
+        if not self.is_marked(self.save_id):
+            self.save_id = ""
             raise StorageError(
                 errno.EBUSY, f"{self.location}: another save to this path has begun meanwhile"
             )
         self.put(MANIFEST, manifest)
-        self._id = ""
-        self.remove([name for name in self.names() if _is_working(name)])
+        self.save_id = ""
+        self.delete([name for name in self.names() if _is_working(name)])
 
     def discard(self) -> None:
-        if self._id:
-            if self.is_marked(self._id):
-                self.remove(_of_a_save(self.names()))
-            self._id = ""
+        if self.save_id:
+            if self.is_marked(self.save_id):
+                self.delete(_of_a_save(self.names()))
+            self.save_id = ""
 
     def hand_over(self) -> tuple[int, ...]:
-        self._id = ""
+        self.save_id = ""
         return ()
 
     def take_over(self, save_id: str, fds: Sequence[int]) -> None:
-        self._id = save_id
+        self.save_id = save_id
 
     def open_note(self, name: str) -> Callable[[bytes], None]:
         return partial(self.put, name)
 
     def read_note(self, name: str) -> bytes | None:
-        return self.content(name)
+        return self.find(name)
 
-    def is_committed(self, save_id: str) -> bool | None:
-        is_marked = self.is_marked(save_id)  # asked first, as a commit ends with its removal
-        head = self.head()
-        if head is None and is_marked:
-            return None
-        return head is not None and head.id == save_id
+    def remove(self) -> None:
+        """Remove the manifest first, so that the rest is not a checkpoint."""
+        files = claims_of(self._folder())
+        self.put(_MARKER, _REMOVING)  # if this process is killed, another one goes on
+        self.delete([MANIFEST])
+        self.delete([name for name in self.names() if name in files or _is_working(name)])
 
-
-def heads(url: str) -> dict[str, Head]:
-    """Return the first line of each manifest of ours directly inside ``url``, by URL."""
-
-    def head_of(store: _Store) -> Head | None:
-        try:
-            return store.head()
-        except StorageError as error:
-            if isinstance(error.__cause__, PermissionError):
-                return None
-            raise
-
-    stores = _Store(url).folders()
-    with ThreadPoolExecutor(_REQUESTS, "torchrelay-checkpoint") as pool:
-        found = zip(stores, pool.map(head_of, stores), strict=True)
-        return {store.location: head for store, head in found if head is not None}
-
-
-def has_manifest(url: str) -> bool:
-    """Return whether ``url`` is a checkpoint, and not a folder of them."""
-    return _Store(url).content(MANIFEST, 1) is not None
-
-
-def remove(url: str) -> None:
-    """Remove a checkpoint: its manifest first, so that the rest is not a checkpoint. Objects of
-    others in it stay.
-
-    Raises:
-        CorruptionError, UnsupportedError: it is not a checkpoint of ours.
-        StorageError: it cannot be removed.
-    """
-    folder = RemoteFolder(url)
-    files = _manifest.claims_of(folder)
-    folder.put(_MARKER, _REMOVING)  # if this process is killed, another one goes on
-    folder.remove([MANIFEST])
-    folder.remove([name for name in folder.names() if name in files or _is_working(name)])
-
-
-def sweep(url: str) -> None:
-    """Finish the removals in ``url`` whose processes were killed."""
-    for store in _Store(url).folders():
-        if store.content(_MARKER) == _REMOVING:
-            names = store.names()
-            if MANIFEST not in names:
-                store.remove(_of_a_save(names))
+    def sweep(self) -> None:
+        for url in _Store(self.location.rpartition("/")[0]).folders():
+            store = _Store(url)
+            if store.find(_MARKER) == _REMOVING:
+                names = store.names()
+                if MANIFEST not in names:
+                    store.delete(_of_a_save(names))
 
 
 def _is_working(name: str) -> bool:

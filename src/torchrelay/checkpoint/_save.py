@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from torchrelay import _native, _telemetry, config
 from torchrelay._helper import HelperProcess
@@ -23,18 +22,18 @@ from torchrelay._progress import Progress, tracking
 from torchrelay.buffers import Segment
 from torchrelay.checkpoint._catalog import Keep
 from torchrelay.checkpoint._group import group_of
-from torchrelay.checkpoint._inventory import gather_inventory, plan_chunks
+from torchrelay.checkpoint._inventory import begin_save, plan_save
 from torchrelay.checkpoint._saving import (
     MAX_STAGING_BYTES,
-    Description,
     Part,
-    PlannedChunk,
+    Plan,
     SaveOptions,
     Saving,
 )
 from torchrelay.checkpoint._storage import Path, text_of
 from torchrelay.checkpoint._tensors import address_of, data_of, plain
-from torchrelay.checkpoint._writer_process import Plan, WriteJob
+from torchrelay.checkpoint._types import Sizes
+from torchrelay.checkpoint._writer_process import WriteJob
 from torchrelay.errors import ArgumentError, OperationTimeoutError, PeerLostError, from_json
 
 if TYPE_CHECKING:
@@ -43,7 +42,6 @@ if TYPE_CHECKING:
 __all__ = ["SaveHandle", "async_save", "save"]
 
 _logger = logging.getLogger("torchrelay.checkpoint")
-_ALIGNMENT = 64
 _SMALL_BYTES = 256 << 10  # of a copy that is not worth several threads
 
 
@@ -96,24 +94,21 @@ def save(
     with _telemetry.event("checkpoint", "save", text_of(path)) as running:
         saving = Saving(path, SaveOptions(threads, fsync, checksum, keep, max_staging_bytes))
         ranks = group_of(group, no_dist, for_save=True)
-        mine, everyone = gather_inventory(state, ranks)
-        chunks = plan_chunks(mine, everyone, ranks)
 
         def write() -> Part:
             saving.check_shared(save_id)
-            running.size_bytes = size_bytes = sum(chunk.size_bytes for chunk in chunks)
-            data = [data_of(mine.blocks[chunk.block]) for chunk in chunks]
+            running.size_bytes = size_bytes = int(plan.sizes.sum())
+            data = [data_of(mine.blocks[chunk.block]) for chunk in plan.chunks]
             with tracking(progress, size_bytes, "saving", shown=ranks.is_coordinator) as advance:
-                return saving.write(ranks.global_rank, chunks, data, advance)
+                return saving.write(ranks.global_rank, plan.chunks, data, advance)
 
-        save_id = ranks.coordinate(saving.transaction.begin)
         try:
+            save_id, mine, everyone = begin_save(state, saving, ranks)
+            plan = plan_save(mine, everyone, ranks)
             ranks.conclude(write, lambda parts: saving.commit(everyone, parts))
         finally:
             if ranks.is_coordinator:
                 saving.transaction.discard()  # does nothing after a commit
-        if keep is not None:
-            ranks.coordinate(saving.retain)
 
 
 class SaveHandle:
@@ -194,12 +189,6 @@ class SaveHandle:
                 self._done.set()
 
 
-def _starts_of(sizes: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Return where tensors of these sizes begin in a segment."""
-    rounded = -(-sizes.astype(np.int64) // _ALIGNMENT) * _ALIGNMENT
-    return (np.cumsum(rounded) - rounded).astype(np.uint64)
-
-
 class Staging:
     """A shared segment that is reused from save to save, and replaced when a save needs more.
 
@@ -216,12 +205,7 @@ class Staging:
         assert self._segment is not None
         return self._segment.fd
 
-    def copy(
-        self,
-        tensors: Sequence[torch.Tensor],
-        starts: NDArray[np.uint64],
-        sizes: NDArray[np.uint64],
-    ) -> None:
+    def copy(self, tensors: Sequence[torch.Tensor], starts: Sizes, sizes: Sizes) -> None:
         """Copy tensors of ``sizes`` bytes to ``starts``. Blocks until they may change."""
         addresses = np.array([*map(address_of, tensors)], np.uint64)
         devices = {
@@ -284,8 +268,7 @@ class _Writer:
         self.helper: HelperProcess | None = None
         self.staging = Staging()
         self.last: SaveHandle | None = None
-        self._plan: Plan | None = None
-        self._is_sent = False  # whether the process has the plan
+        self._sent: Plan | None = None  # what the process has
 
     def finish_last(self) -> None:
         """Wait for the previous save, and raise its error unless its handle already has."""
@@ -305,23 +288,15 @@ class _Writer:
             self.helper = HelperProcess(command, new_session=True)
         return self.helper
 
-    def plan(self, chunks: Sequence[PlannedChunk], everyone: Sequence[Description]) -> Plan:
-        """Return where ``chunks`` are staged; for the same list, the same object."""
-        if self._plan is None or self._plan.chunks is not chunks:
-            sizes = np.array([chunk.size_bytes for chunk in chunks], np.uint64)
-            self._plan = Plan(chunks, _starts_of(sizes), sizes, everyone)
-            self._is_sent = False
-        return self._plan
-
-    def submit(self, job: WriteJob, fds: Sequence[int]) -> SaveHandle:
+    def submit(self, job: WriteJob, plan: Plan, fds: Sequence[int]) -> SaveHandle:
         """Send a job, duplicates of the descriptors ``fds``, and what the process lacks."""
         assert self.helper is not None
-        if not self._is_sent:
-            job = replace(job, plan=self._plan)
+        if plan is not self._sent:
+            job = replace(job, plan=plan)
         if self.staging.is_new:
             job, fds = replace(job, new_staging=True), (self.staging.fd, *fds)
         self.last = SaveHandle(job.path, job.rank, self.helper)
-        self._is_sent, self.staging.is_new = True, False
+        self._sent, self.staging.is_new = plan, False
         with suppress(PeerLostError):  # it has died: the handle finds its end closed
             self.helper.channel.send(job, fds)
         return self.last
@@ -392,15 +367,11 @@ def async_save(
         options = SaveOptions(threads, fsync, checksum, keep, max_staging_bytes)
         saving = Saving(path, options)
         ranks = group_of(group, no_dist, for_save=True)
-        mine, everyone = gather_inventory(state, ranks, before=_writer.finish_last)
         transaction = saving.transaction
-        save_id = ranks.coordinate(transaction.begin)
 
         def stage() -> None:
             saving.check_shared(save_id)
             _writer.start()
-            chunks = plan_chunks(mine, everyone, ranks)
-            plan = _writer.plan(chunks, everyone if ranks.is_coordinator else ())
             running.size_bytes = int(plan.sizes.sum())
             if max_staging_bytes is not None and running.size_bytes > max_staging_bytes:
                 raise ArgumentError(
@@ -408,10 +379,12 @@ def async_save(
                     f"bytes, and max_staging_bytes is {max_staging_bytes}; allow more, or use "
                     "save()"
                 )
-            blocks = [mine.blocks[chunk.block] for chunk in chunks]
+            blocks = [mine.blocks[chunk.block] for chunk in plan.chunks]
             _writer.staging.copy(blocks, plan.starts, plan.sizes)
 
         try:
+            save_id, mine, everyone = begin_save(state, saving, ranks, _writer.finish_last)
+            plan = plan_save(mine, everyone, ranks)
             ranks.together(stage)
         except BaseException:
             if ranks.is_coordinator:
@@ -427,7 +400,7 @@ def async_save(
             config.load(config.Checkpoint).commit_timeout_s,
         )
         fds = transaction.hand_over() if ranks.is_coordinator else ()
-        handle = _writer.submit(job, fds)
+        handle = _writer.submit(job, plan, fds)
         for fd in fds:
             os.close(fd)
         return handle

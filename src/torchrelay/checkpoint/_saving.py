@@ -14,14 +14,13 @@ import errno
 import hashlib
 import json
 import re
-import secrets
 import struct
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from itertools import chain
+from itertools import accumulate, chain, pairwise
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -30,9 +29,14 @@ from numpy.typing import NDArray
 from torchrelay import _native
 from torchrelay._progress import no_progress
 from torchrelay.checkpoint import _manifest
-from torchrelay.checkpoint._boxes import tiling_fault
-from torchrelay.checkpoint._catalog import Keep, check_keep, open_transaction, retain
-from torchrelay.checkpoint._manifest import quoted
+from torchrelay.checkpoint._catalog import (
+    Keep,
+    check_keep,
+    open_folder,
+    open_transaction,
+    retain,
+)
+from torchrelay.checkpoint._manifest import Head, quoted
 from torchrelay.checkpoint._storage import Path, Sink, split
 from torchrelay.checkpoint._tasks import memory_at, no_collection, run_tasks, usable_threads
 from torchrelay.checkpoint._types import (
@@ -41,9 +45,11 @@ from torchrelay.checkpoint._types import (
     Box,
     DataFile,
     Dtype,
+    Sizes,
     StatePath,
     TensorDescription,
     check_count,
+    tiling_fault,
 )
 from torchrelay.errors import MismatchError, StorageError, TorchRelayError, to_json
 
@@ -53,6 +59,7 @@ __all__ = [
     "Data",
     "Description",
     "Part",
+    "Plan",
     "PlannedChunk",
     "SaveOptions",
     "Saving",
@@ -65,9 +72,8 @@ __all__ = [
 _NAMES_RANK = re.compile(r"rank \d+: ")
 _ALIGNMENT = 64
 _PIECE_BYTES = 16 << 20  # of a chunk, written by one call; a multiple of BLOCK_BYTES
-# Chunks up to this size, less than a block, are written together with their neighbours, from a copy
-# that is still in the cache.
-_SMALL_BYTES = 128 << 10
+# Neighbours of together less than this, at most a block, are written from a copy that is still in
+# the cache.
 _PACK_BYTES = 1 << 20
 MAX_STAGING_BYTES = 1 << 30
 Progress = Callable[[int], None]
@@ -177,6 +183,23 @@ class Description(NamedTuple):
         return self.layout.digest + hashlib.sha256(text.encode()).digest()
 
 
+@dataclass(frozen=True)
+class Plan:
+    """What a rank writes: its chunks with their sizes, in bytes, and their places in the staging
+    memory; on the coordinator also the descriptions of all ranks.
+    """
+
+    chunks: Sequence[PlannedChunk]
+    sizes: Sizes
+    starts: Sizes
+    everyone: Sequence[Description]
+
+    @classmethod
+    def of(cls, chunks: Sequence[PlannedChunk], everyone: Sequence[Description]) -> Plan:
+        sizes = np.array([chunk.size_bytes for chunk in chunks], np.int64)
+        return cls(chunks, sizes.astype(np.uint64), _aligned(sizes).astype(np.uint64), everyone)
+
+
 class Saving:
     """One save, as a rank takes part in it.
 
@@ -202,6 +225,15 @@ class Saving:
                 f"this rank saves to {self.path}, but does not find the coordinator's save there: "
                 "all ranks must save to the same path, on storage that they share",
             )
+
+    def is_committed(self, save_id: str) -> bool | None:
+        """Return whether the save was committed; None while the coordinator has not ended it, and
+        lives, as far as can be seen.
+        """
+        is_marked = self.transaction.is_marked(save_id)  # asked first: removed after a commit
+        head = _manifest.head_at(partial(open_folder, self.path))
+        is_committed = head is not None and head.id == save_id
+        return None if is_marked and not is_committed else is_committed
 
     def write(
         self,
@@ -249,39 +281,30 @@ class Saving:
         with no_collection():
             return Part(files, [record for writer in writers for record in writer.records()])
 
-    def commit(
-        self, everyone: Sequence[Description], parts: Sequence[Part], save_id: str | None = None
-    ) -> None:
-        """Commit the checkpoint. Coordinator only. Arguments as for :func:`assemble`.
+    def commit(self, everyone: Sequence[Description], parts: Sequence[Part]) -> None:
+        """Commit the checkpoint, and remove what ``keep=`` does not keep. Coordinator only.
+        Arguments as for :func:`assemble`.
 
         Raises:
             MismatchError: the parts do not make whole tensors.
-            StorageError: it cannot be committed.
+            StorageError: it cannot be committed, or an older one not removed.
         """
-        _, name = split(self.path)
-        self.transaction.commit(*assemble(everyone, parts, name=name, save_id=save_id))
-
-    def retain(self) -> None:
-        """Remove what ``keep=`` does not keep. Coordinator only, after the commit."""
+        head = Head(time.time_ns(), self.transaction.save_id, split(self.path)[1])
+        self.transaction.commit(*assemble(everyone, parts, head))
         if self._keep is not None:
             retain(self.path, self._keep)
 
 
 @no_collection()
 def assemble(
-    everyone: Sequence[Description],
-    parts: Sequence[Part],
-    *,
-    name: str,
-    save_id: str | None = None,
+    everyone: Sequence[Description], parts: Sequence[Part], head: Head
 ) -> tuple[bytes, dict[str, int]]:
     """Return the manifest of a checkpoint whose parts are written, and the sizes of its files.
 
     Args:
         everyone: the descriptions of the ranks; one description if it is the same for all.
         parts: what all ranks have written.
-        name: the last part of the checkpoint's path.
-        save_id: the checkpoint's id; by default a random one.
+        head: what the first line of the manifest says.
 
     Raises:
         MismatchError: the parts do not make whole tensors.
@@ -312,9 +335,7 @@ def assemble(
                     )
                 tensors[key] = _manifest.tensor_text(dtype, shape, [text for _, text in found])
     data = _manifest.to_bytes(
-        save_id=save_id or secrets.token_hex(8),
-        name=name,
-        saved_at_ns=time.time_ns(),
+        head,
         world_size=len(parts),
         files=files,
         tensors=tensors,
@@ -347,6 +368,12 @@ def grouped(items: Iterable[T], sizes: Iterable[int], limit_bytes: int) -> list[
     return groups
 
 
+def _aligned(sizes: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return where chunks of these sizes begin, one after another."""
+    rounded = -(-sizes // _ALIGNMENT) * _ALIGNMENT
+    return np.cumsum(rounded) - rounded
+
+
 def _lay_out(
     names: Sequence[str], chunks: Sequence[PlannedChunk]
 ) -> tuple[bytes, NDArray[np.int64], NDArray[np.int64]]:
@@ -354,11 +381,10 @@ def _lay_out(
     where each chunk begins, and where it ends with its padding.
     """
     sizes = np.array([chunk.size_bytes for chunk in chunks], np.int64)
-    rounded = -(-sizes // _ALIGNMENT) * _ALIGNMENT
-    rounded[-1:] = sizes[-1:]
-    ends = np.cumsum(rounded)
+    starts = _aligned(sizes)
+    ends = np.append(starts[1:], starts[-1:] + sizes[-1:])
     entries = ['"__metadata__":{"format":"pt","writer":"torchrelay"}']
-    columns = ((ends - rounded).tolist(), sizes.tolist(), ends.tolist())
+    columns = (starts.tolist(), sizes.tolist(), ends.tolist())
     for place, (name, chunk, start, size, end) in enumerate(
         zip(names, chunks, *columns, strict=True)
     ):
@@ -376,7 +402,7 @@ def _lay_out(
     text = f"{{{','.join(entries)}}}".encode()
     text = text.ljust(-(-(len(text) + 8) // _ALIGNMENT) * _ALIGNMENT - 8)
     header = struct.pack("<Q", len(text)) + text
-    return header, len(header) + ends - rounded, len(header) + ends
+    return header, len(header) + starts, len(header) + ends
 
 
 class _FileWriter:
@@ -402,32 +428,24 @@ class _FileWriter:
         self._header, self._starts, self._ends = _lay_out(self._names, self._chunks)
         size_bytes = int(self._ends.max(initial=len(self._header)))
         self.file = DataFile(size_bytes, len(self._header), _native.crc32c(self._header))
-        self._checksums: dict[int, bytes | bytearray] = {}
+        # Of each chunk, the first byte of its checksums, 4 bytes for a block.
+        blocks = (-(-chunk.size_bytes // BLOCK_BYTES) for chunk in self._chunks)
+        self._places = [*accumulate((4 * count for count in blocks), initial=0)]
+        self._checksums = bytearray(self._places[-1])
 
     def tasks(self) -> Iterator[Task]:
         """Yield what writes the file, in its order: small chunks together, large ones in pieces."""
         self.sink.write(0, memoryview(self._header))
-        together: list[int] = []
-        first = 0  # byte of the file at which they begin
-        for index, chunk in enumerate(self._chunks):
-            size = chunk.size_bytes
-            is_small = size <= _SMALL_BYTES
-            end = int(self._ends[index])
-            if together and (not is_small or end - first > _PACK_BYTES):
-                yield partial(self._write_together, together)
-                together = []
-            if is_small:
-                first = first if together else int(self._starts[index])
-                together.append(index)
+        sizes = [chunk.size_bytes for chunk in self._chunks]
+        for group in grouped(range(len(sizes)), sizes, _PACK_BYTES):
+            if len(group) > 1:
+                yield partial(self._write_together, group)
                 continue
             # What is copied is not divided, so that it is copied only once.
-            step = _PIECE_BYTES if isinstance(self._data[index], int) else size
-            self._checksums[index] = bytearray(4 * -(-size // BLOCK_BYTES))
+            size = sizes[group[0]]
+            step = _PIECE_BYTES if isinstance(self._data[group[0]], int) else size
             for begin in range(0, size, step):
-                end = min(begin + step, size)
-                yield partial(self._write_piece, index, begin, end)
-        if together:
-            yield partial(self._write_together, together)
+                yield partial(self._write_piece, group[0], begin, min(begin + step, size))
 
     def _write_together(self, indices: list[int]) -> None:
         """Write small chunks that follow one another, from a copy of them."""
@@ -441,8 +459,7 @@ class _FileWriter:
         _native.copy_memory(targets, np.array(sources, np.uint64), sizes)
         if self._checksum:
             found = _native.crc32c_of_memory(targets, sizes)
-            for place, index in enumerate(indices):
-                self._checksums[index] = found[4 * place : 4 * place + 4]
+            self._set_checksums(self._places[indices[0]], found)
         self.sink.write(int(first), memoryview(packed.data))
         self._progress(int(sizes.sum()))
 
@@ -451,18 +468,19 @@ class _FileWriter:
         view = memory_at(data + first, end - first) if isinstance(data, int) else data()
         if self._checksum:
             found = _native.crc32c_blocks(view, BLOCK_BYTES)
-            place = first // BLOCK_BYTES * 4
-            self._checksums[index][place : place + len(found)] = found  # type: ignore[index]
+            self._set_checksums(self._places[index] + first // BLOCK_BYTES * 4, found)
         self.sink.write(start + first, view.cast("B"))
         self._progress(end - first)
 
+    def _set_checksums(self, place: int, found: bytes) -> None:
+        self._checksums[place : place + len(found)] = found
+
     def records(self) -> Iterator[ChunkRecord]:
         """Return the record of each chunk, once the file is written."""
-        starts = self._starts.tolist()
-        for index, (chunk, name, start) in enumerate(
-            zip(self._chunks, self._names, starts, strict=True)
-        ):
-            found = self._checksums[index] if self._checksum else b""
+        places = self._places if self._checksum else [0] * len(self._places)
+        columns = (self._chunks, self._names, self._starts.tolist(), pairwise(places))
+        for chunk, name, start, (place, end) in zip(*columns, strict=True):
+            found = self._checksums[place:end]
             text = _manifest.chunk_text(chunk.box, self.name, name, start, found, chunk.size_bytes)
             yield ChunkRecord(chunk.keys, chunk.box, text)
 

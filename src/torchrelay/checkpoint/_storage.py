@@ -4,28 +4,41 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from typing import Protocol, TypeVar
 
 from torchrelay.checkpoint._types import Sizes
-from torchrelay.errors import ArgumentError, StorageError
+from torchrelay.errors import ArgumentError, CorruptionError, StorageError, TorchRelayError
 
 __all__ = [
     "Folder",
     "Path",
     "Sink",
     "Transaction",
+    "check_files",
     "local_path",
+    "read_again",
     "removed_error",
     "split",
+    "storage_errors",
     "text_of",
 ]
 
 Path = str | bytes | os.PathLike[str]
+F = TypeVar("F", bound="Folder")
+T = TypeVar("T")
+
+_ADVICE = {
+    errno.ENOSPC: "; free some space, or save elsewhere",
+    errno.EDQUOT: "; the quota is used up",
+    errno.EROFS: "; the file system is read-only",
+    errno.EACCES: "; check its owner and mode",
+}
 
 
 class Folder(Protocol):
-    """A checkpoint that can be read, by several threads at once."""
+    """A checkpoint that can be read, by several threads at once; or a folder of checkpoints."""
 
     location: str
     request_bytes: int  # up to which ranges that are close together are better read by one request
@@ -33,6 +46,7 @@ class Folder(Protocol):
     @property
     def replaced(self) -> bool:
         """Return whether another checkpoint has replaced it since it was first read."""
+        return False
 
     @property
     def removed(self) -> bool:
@@ -42,6 +56,24 @@ class Folder(Protocol):
     def identity(self) -> str:
         """Return a string that is equal for ranks that read through one page cache; empty if none
         do.
+        """
+        return ""
+
+    def names(self) -> list[str]:
+        """Return the names of what is in the folder; none if it does not exist."""
+
+    def folders(self) -> list[str]:
+        """Return the paths of the folders inside; symbolic links to some come last."""
+
+    def linked(self) -> frozenset[str]:
+        """Return the paths of the symbolic links inside, and of what they point to there."""
+        return frozenset()
+
+    def content(self, name: str, most: int) -> bytes:
+        """Return the first bytes of a file.
+
+        Raises:
+            As :meth:`size_bytes` and :meth:`read`.
         """
 
     def size_bytes(self, name: str) -> int:
@@ -73,8 +105,10 @@ class Folder(Protocol):
         Raises:
             CorruptionError: the file ends before.
         """
+        return None
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        return None
 
 
 class Sink(Protocol):
@@ -98,6 +132,7 @@ class Transaction(Protocol):
     """One save. The coordinator starts and ends it; every rank creates files in between."""
 
     location: str
+    save_id: str  # empty before the save begins
     sequential: bool  # whether a file is written from its first byte to its last
     max_file_bytes: int
 
@@ -111,8 +146,9 @@ class Transaction(Protocol):
         """
 
     def is_marked(self, save_id: str) -> bool:
-        """Return whether the path is marked as that of a save with this id. False where this rank's
-        path is another than the coordinator's, or on a file system of its own.
+        """Return whether the path is marked as that of a save with this id that is in progress.
+        False where this rank's path is another than the coordinator's, or on a file system of its
+        own.
         """
 
     def create(self, name: str) -> Sink: ...
@@ -127,6 +163,18 @@ class Transaction(Protocol):
 
     def discard(self) -> None:
         """Remove what was written. Coordinator only; does nothing after :meth:`commit`."""
+
+    def remove(self) -> None:
+        """Remove the checkpoint at the path, instead of a save to it. Others see it whole or not at
+        all. Files of others in it stay.
+
+        Raises:
+            CorruptionError, UnsupportedError: it is not a checkpoint of ours.
+            StorageError: it cannot be removed.
+        """
+
+    def sweep(self) -> None:
+        """Finish the removals beside the path whose processes were killed."""
 
     def hand_over(self) -> tuple[int, ...]:
         """Leave the save to another process. Returns the file descriptors that it needs, which the
@@ -150,10 +198,49 @@ class Transaction(Protocol):
             PeerLostError: its writer has died.
         """
 
-    def is_committed(self, save_id: str) -> bool | None:
-        """Return whether the save was committed; None while the coordinator lives and has not
-        ended it.
-        """
+
+@contextmanager
+def storage_errors(what: str, kind: type[Exception] = OSError) -> Iterator[None]:
+    """Convert errors of a ``kind`` to :class:`StorageError`, with ``what`` was done."""
+    try:
+        yield
+    except TorchRelayError:
+        raise
+    except kind as error:
+        denied = isinstance(error, PermissionError)
+        code = getattr(error, "errno", None) or (errno.EACCES if denied else errno.EIO)
+        text = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+        raise StorageError(code, f"{what}: {text}{_ADVICE.get(code, '')}") from error
+
+
+def read_again(open_folder: Callable[[], F], read: Callable[[F], T]) -> T:
+    """Return what ``read`` finds in a folder; again if another has replaced it meanwhile."""
+    while True:
+        with closing(open_folder()) as folder:
+            try:
+                return read(folder)
+            except (CorruptionError, StorageError):
+                if not folder.replaced:
+                    raise
+
+
+def check_files(folder: Folder, files: Mapping[str, int]) -> None:
+    """Check that files have these sizes.
+
+    Raises:
+        StorageError: one has not.
+    """
+    for name, size_bytes in files.items():
+        try:
+            found = str(folder.size_bytes(name))
+        except CorruptionError:
+            found = "none"
+        if found != str(size_bytes):
+            raise StorageError(
+                errno.EIO,
+                f"{folder.location}/{name}: a rank wrote {size_bytes} bytes, and the coordinator "
+                f"finds {found}; is the path on a file system that all ranks share?",
+            )
 
 
 def text_of(path: Path) -> str:

@@ -23,26 +23,12 @@ def usable_threads(threads: int | None) -> int:
 
 
 def run_tasks(tasks: Sequence[Callable[[], None]], threads: int) -> None:
-    """Run all tasks; after an error, start no more, and raise it."""
+    """Run all tasks; raise the error of the first that fails, and start no more then."""
     if len(tasks) == 1:
         tasks[0]()
         return
-    todo = iter(tasks)  # which all threads take from
-
-    def work() -> None:
-        try:
-            for task in todo:
-                task()
-        finally:
-            deque(todo, maxlen=0)  # after an error, there is nothing left to do
-
     with ThreadPoolExecutor(threads, "torchrelay-checkpoint") as pool:
-        futures = [pool.submit(work) for _ in tasks[:threads]]
-        try:
-            for future in futures:
-                future.result()
-        finally:
-            deque(todo, maxlen=0)
+        deque(pool.map(lambda task: task(), tasks), maxlen=0)  # after an error, cancels the rest
 
 
 @contextmanager

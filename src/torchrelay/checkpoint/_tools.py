@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from torchrelay._torch import flat_bytes
-from torchrelay.checkpoint._local import storage_errors
 from torchrelay.checkpoint._read import ChunkReader, ReadOptions, Segment, segments_of, within
 from torchrelay.checkpoint._save import save
 from torchrelay.checkpoint._saving import grouped
 from torchrelay.checkpoint._state import flatten, insert, key_of, leaf_path
+from torchrelay.checkpoint._storage import storage_errors
 from torchrelay.checkpoint._types import Box
 from torchrelay.checkpoint._values import decode
 from torchrelay.errors import ArgumentError, CorruptionError, UnavailableError

@@ -20,15 +20,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from torchrelay import _native
 from torchrelay._helper import Channel
 from torchrelay.checkpoint._saving import (
     ChunkRecord,
-    Description,
     Part,
-    PlannedChunk,
+    Plan,
     SaveOptions,
     Saving,
     described,
@@ -36,22 +34,10 @@ from torchrelay.checkpoint._saving import (
 from torchrelay.checkpoint._types import Box, DataFile
 from torchrelay.errors import OperationTimeoutError, PeerLostError, from_json
 
-__all__ = ["Plan", "WriteJob"]
+__all__ = ["WriteJob"]
 
 _POLL_S = 0.02
 _NOTE = "torchrelay-part-{:05d}.json"  # NOTE_NAME, of the rank with this index
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What a rank writes: its chunks, with their places in the staging memory and their sizes, in
-    bytes; on the coordinator also the descriptions of all ranks.
-    """
-
-    chunks: Sequence[PlannedChunk]
-    starts: NDArray[np.uint64]
-    sizes: NDArray[np.uint64]
-    everyone: Sequence[Description]
 
 
 @dataclass(frozen=True)
@@ -59,7 +45,8 @@ class WriteJob:
     """A save, as a trainer sends it to its writer process. File descriptors come with it: of the
     staging memory if it is new, and those of the transaction.
 
-    Without a plan, the last one is meant, with other ``objects``.
+    Without a plan, the last one is meant. ``objects`` are the values, if they are equal on all
+    ranks.
     """
 
     path: str
@@ -90,12 +77,11 @@ def main(fd: int) -> None:
             if job.new_staging:
                 staging = _native.SharedMemory.from_fd(fds[0], True)
                 os.close(fds.pop(0))
-            if job.plan is None:
-                assert plan is not None
-                everyone = [one._replace(objects=job.objects) for one in plan.everyone]
+            plan = job.plan or plan
+            assert plan is not None
+            if len(plan.everyone) == 1:  # and maybe that of an earlier save, with other values
+                everyone = [plan.everyone[0]._replace(objects=job.objects)]
                 plan = replace(plan, everyone=everyone)
-            else:
-                plan = job.plan
             failure: dict[str, Any] | None = None
             try:
                 _Writing(job, plan, staging, Saving(job.path, job.options)).run(fds)
@@ -126,7 +112,6 @@ class _Writing:
                 self._coordinate()
             finally:
                 transaction.discard()  # does nothing after a commit
-            self.saving.retain()
             return
         finish = transaction.open_note(_NOTE.format(self.job.index))
         finish(json.dumps(self._outcome()).encode())
@@ -145,7 +130,7 @@ class _Writing:
 
         self._wait(missing)
         parts = [_part(outcomes[index]) for index in range(len(ranks))]
-        self.saving.commit(self.plan.everyone, parts, self.job.save_id)
+        self.saving.commit(self.plan.everyone, parts)
 
     def _outcome(self) -> dict[str, Any]:
         """Write this rank's part; return it, or the error, as JSON."""
@@ -160,7 +145,7 @@ class _Writing:
 
     def _await_commit(self) -> None:
         save_id, coordinator = self.job.save_id, self.job.ranks[0]
-        is_committed = self.saving.transaction.is_committed
+        is_committed = self.saving.is_committed
         self._wait(lambda: [coordinator] if is_committed(save_id) is None else [])
         if not is_committed(save_id):
             raise PeerLostError(

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from torchrelay.checkpoint import Keep, Writer, async_save, latest, load, save, verify
-from torchrelay.checkpoint._local import remove
+from torchrelay.checkpoint._catalog import open_transaction
 from torchrelay.checkpoint._read import ChunkReader
 from torchrelay.checkpoint._save import _writer as writer_state
 from torchrelay.errors import ArgumentError, StorageError
@@ -236,7 +236,7 @@ def test_a_checkpoint_that_is_removed_while_it_is_read(
 
         def check(self: ChunkReader, names: Iterable[str]) -> None:
             monkeypatch.undo()
-            remove(str(path))
+            open_transaction(path).remove()
             check_files(self, names)
 
         monkeypatch.setattr(ChunkReader, "check_files", check)

@@ -14,6 +14,7 @@ import torch
 from torchrelay.checkpoint import async_save, latest, load, save, verify
 from torchrelay.checkpoint._catalog import open_transaction
 from torchrelay.checkpoint._save import _writer
+from torchrelay.checkpoint._saving import SaveOptions, Saving
 from torchrelay.errors import CorruptionError, StorageError
 from torchrelay.world import World
 
@@ -229,10 +230,10 @@ def test_asynchronous_saves_of_two_ranks(bucket: str, run_processes: RunProcesse
 def test_a_marker_that_goes_away_between_two_looks(
     store: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    transaction = open_transaction(f"{store}/step-1")
-    save_id = transaction.begin()
-    assert transaction.is_committed(save_id) is None
-    assert transaction.is_committed("of another save") is False
+    saving = Saving(f"{store}/step-1", SaveOptions())
+    save_id = saving.transaction.begin()
+    assert saving.is_committed(save_id) is None
+    assert saving.is_committed("of another save") is False
     fs, root = fsspec.core.url_to_fs(f"{store}/step-1")
     exists = fs.exists
 
@@ -242,12 +243,12 @@ def test_a_marker_that_goes_away_between_two_looks(
             fs.rm_file(path)
         return found
 
-    monkeypatch.setattr(fs, "exists", removed_after)
-    assert transaction.is_committed(save_id) is None  # one look, or none
-    monkeypatch.undo()
+    with monkeypatch.context() as patched:
+        patched.setattr(fs, "exists", removed_after)
+        assert saving.is_committed(save_id) is None  # one look, or none
     fs.rm_file(f"{root}/torchrelay-saving.json")
-    assert transaction.is_committed(save_id) is False
-    transaction.discard()
+    assert saving.is_committed(save_id) is False
+    saving.transaction.discard()
 
 
 def test_the_newest_is_found_without_a_request_per_object(

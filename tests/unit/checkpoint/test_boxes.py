@@ -13,7 +13,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchrelay.checkpoint._boxes import contiguous_runs, intersection, tiling_fault
 from torchrelay.checkpoint._inventory import deal
 from torchrelay.checkpoint._read import (
     Segment,
@@ -25,7 +24,15 @@ from torchrelay.checkpoint._read import (
     within,
 )
 from torchrelay.checkpoint._saving import PlannedChunk
-from torchrelay.checkpoint._types import DTYPES, Box, Chunk, TensorEntry
+from torchrelay.checkpoint._types import (
+    DTYPES,
+    Box,
+    Chunk,
+    TensorEntry,
+    contiguous_runs,
+    intersection,
+    tiling_fault,
+)
 
 _property = settings(max_examples=60, deadline=None, derandomize=True, database=None)
 
