@@ -15,47 +15,55 @@ import socket
 import struct
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from multiprocessing import reduction
-from multiprocessing.connection import Connection
+from array import array
+from collections.abc import Sequence
 from typing import Any
 
 from torchrelay.errors import PeerLostError, ProtocolError
 
 __all__ = ["Channel", "HelperProcess", "code_command", "module_command"]
 
-# A peer that is stuck in the middle of a message is given up.
+# A peer that does not receive what was sent before is given up.
 _STALL_TIMEOUT_S = 30
 _TIMEVAL = struct.Struct("@ll")
+# A larger message is in a file, whose descriptor is sent: a packet must fit the socket's buffer.
+_PACKET_BYTES = 32 << 10
+_IN_FILE = b"in a file"
+# As integers: operations of enumerations take as long as a system call.
+_WAIT = int(socket.MSG_CMSG_CLOEXEC)
+_DO_NOT_WAIT = _WAIT | int(socket.MSG_DONTWAIT)
+_CTRUNC = int(socket.MSG_CTRUNC)
+_CONTROL_BYTES = socket.CMSG_LEN(253 * 4)  # as many descriptors as the kernel sends in a packet
 # `python -m` and `python -c` put the current directory before the standard library, so that a
 # secrets.py in it would be imported instead. `-P` prevents that from Python 3.11 on.
 _WITHOUT_CURRENT_DIRECTORY = "import sys; sys.path[:] = filter(None, sys.path)\n"
 
 
 class Channel:
-    """One end of a Unix stream socket that carries messages and file descriptors.
+    """One end of a Unix socket that carries messages and file descriptors, each message as a packet
+    (`SOCK_SEQPACKET`). Over a stream, one message each way.
 
     One thread at a time may send, and one may receive.
     """
 
     def __init__(self, connection: socket.socket) -> None:
         """Take ownership of ``connection``."""
-        limit = _TIMEVAL.pack(_STALL_TIMEOUT_S, 0)
         connection.settimeout(None)
+        limit = _TIMEVAL.pack(_STALL_TIMEOUT_S, 0)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
-        self._connection = Connection(connection.detach())
+        self._socket = connection
         self._poll = select.poll()  # select() refuses descriptors from 1024 on
-        self._poll.register(self._connection.fileno(), select.POLLIN)
+        self._poll.register(connection, select.POLLIN)
 
     @classmethod
     def pair(cls) -> tuple[Channel, socket.socket]:
         """Return one end as a channel, and the other as a socket for another process."""
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         return cls(ours), theirs
 
     def fileno(self) -> int:
-        return self._connection.fileno()
+        """Return the descriptor of the socket; -1 once it is closed."""
+        return self._socket.fileno()
 
     def send(self, message: object, descriptors: Sequence[int] = ()) -> None:
         """Send one message; the receiver gets duplicates of ``descriptors``.
@@ -63,14 +71,14 @@ class Channel:
         Raises:
             PeerLostError: the other end is closed, or has received nothing for 30 s.
         """
-        data = pickle.dumps((message, len(descriptors)), pickle.HIGHEST_PROTOCOL)
-        try:
-            self._connection.send_bytes(data)
-            for descriptor in descriptors:
-                with self._socket() as sock:
-                    reduction.sendfds(sock, [descriptor])
-        except OSError as error:
-            raise PeerLostError(f"the other process closed its channel: {error}") from error
+        data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+        if len(data) <= _PACKET_BYTES:
+            self._send(data, descriptors)
+            return
+        with os.fdopen(os.memfd_create("torchrelay-message", os.MFD_CLOEXEC), "wb") as file:
+            file.write(data)
+            file.flush()
+            self._send(_IN_FILE, [file.fileno(), *descriptors])
 
     def receive(self, timeout_s: float | None = None) -> tuple[Any, list[int]] | None:
         """Return the next message and its descriptors, which the caller closes; None after
@@ -80,49 +88,50 @@ class Channel:
             PeerLostError: the other end is closed.
             ProtocolError: the data received is not a message.
         """
-        if not self._poll.poll(None if timeout_s is None else 1e3 * timeout_s):
-            return None
+        waits = _WAIT if timeout_s is None else _DO_NOT_WAIT
         try:
-            data = self._connection.recv_bytes()
-            try:
-                message, count = pickle.loads(data)
-            except Exception as error:
-                raise ProtocolError(f"a message cannot be read: {error}") from error
-            return message, [self._receive_descriptor() for _ in range(count)]
-        except (EOFError, OSError) as error:
-            if isinstance(error, ProtocolError):
-                raise
+            if timeout_s:
+                self._poll.poll(1e3 * timeout_s)
+            # socket.recv_fds of Python before 3.12 ignores flags.
+            data, controls, flags, _ = self._socket.recvmsg(_PACKET_BYTES, _CONTROL_BYTES, waits)
+        except BlockingIOError:
+            return None
+        except OSError as error:
             raise PeerLostError(f"the other end of a channel is closed: {error}") from error
+        descriptors = [one for *_, raw in controls for one in array("i", raw)]
+        if not data:
+            raise PeerLostError("the other end of a channel is closed")
+        if flags & _CTRUNC:
+            raise ProtocolError(
+                "the descriptor of a message did not arrive: this process has as many open as its "
+                "limit allows (ulimit -n)"
+            )
+        try:
+            if data == _IN_FILE:
+                with os.fdopen(descriptors.pop(0), "rb") as file:
+                    file.seek(0)
+                    data = file.read()
+            return pickle.loads(data), descriptors
+        except Exception as error:
+            raise ProtocolError(f"a message cannot be read: {error}") from error
 
     def shut_down(self) -> None:
         """End the stream: receivers at both ends raise. The descriptor stays open."""
-        with contextlib.suppress(OSError), self._socket() as sock:
-            sock.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Close this end. Idempotent."""
-        self._connection.close()
+        self._socket.close()
 
-    def _receive_descriptor(self) -> int:
-        with self._socket() as sock:
-            try:
-                (descriptor,) = reduction.recvfds(sock, 1)
-            except (EOFError, RuntimeError, ValueError) as error:
-                raise ProtocolError(
-                    "the descriptor of a message did not arrive: this process has as many open as "
-                    "its limit allows (ulimit -n)"
-                ) from error
-        os.set_inheritable(descriptor, False)
-        return int(descriptor)
-
-    @contextlib.contextmanager
-    def _socket(self) -> Iterator[socket.socket]:
-        """Lend the connection as a socket: to duplicate it would take a descriptor."""
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM, fileno=self.fileno())
+    def _send(self, data: bytes, descriptors: Sequence[int]) -> None:
         try:
-            yield sock
-        finally:
-            sock.detach()
+            if descriptors:
+                socket.send_fds(self._socket, [data], descriptors)
+            else:
+                self._socket.send(data)
+        except OSError as error:
+            raise PeerLostError(f"the other process closed its channel: {error}") from error
 
 
 class HelperProcess:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torchrelay.errors import ArgumentError, CapacityError
 from torchrelay.switching._contract import align
@@ -30,8 +31,7 @@ class ArenaBlock:
         return self.offset_bytes + self.size_bytes
 
 
-@dataclass(frozen=True)
-class Placement:
+class Placement(NamedTuple):
     """Offsets of a model's groups, which of them hold no data yet, and what was evicted for
     them.
     """
@@ -46,6 +46,7 @@ class _Tenant:
     """The state of one model in the arena."""
 
     blocks: dict[int, ArenaBlock] = field(default_factory=dict)  # by group
+    offsets: tuple[int, ...] = ()  # of the blocks, if there is one for each group
     ready: set[int] = field(default_factory=set)
     pins: int = 0
     priority: int = 0
@@ -84,15 +85,14 @@ class Arena:
         Raises:
             CapacityError: the model is larger than the arena.
         """
-        sizes = [align(size_bytes) for size_bytes in sizes]
-        if sum(sizes) > self.size_bytes:
-            raise CapacityError(
-                f"model {model!r} takes {sum(sizes)} bytes, the arena has {self.size_bytes}; "
-                "start the server with a larger arena"
-            )
-        tenant = self._tenants.get(model, _Tenant())
-        evicted: list[ArenaBlock] = []
+        tenant, evicted = self._tenants.get(model) or _Tenant(), list[ArenaBlock]()
         if len(tenant.blocks) < len(sizes):
+            sizes = [align(size_bytes) for size_bytes in sizes]
+            if sum(sizes) > self.size_bytes:
+                raise CapacityError(
+                    f"model {model!r} takes {sum(sizes)} bytes, the arena has {self.size_bytes}; "
+                    "start the server with a larger arena"
+                )
             blocks = self.blocks()
             placed = self._place(model, sizes, blocks)
             if placed is None and tenant.pins == 0:
@@ -107,13 +107,15 @@ class Arena:
             for block in evicted:
                 self._drop(block.model, block.group)
             tenant.blocks = {block.group: block for block in placed if block.model == model}
+            tenant.offsets = tuple(tenant.blocks[one].offset_bytes for one in range(len(sizes)))
+            self._tenants[model] = tenant
         tenant.pins += 1
         tenant.priority = priority
         self._touch(tenant)
-        self._tenants[model] = tenant
-        offsets = tuple(tenant.blocks[group].offset_bytes for group in range(len(sizes)))
-        missing = tuple(group for group in range(len(sizes)) if group not in tenant.ready)
-        return Placement(offsets, missing, tuple((one.model, one.group) for one in evicted))
+        missing: tuple[int, ...] = ()
+        if len(tenant.ready) < len(sizes):
+            missing = tuple(one for one in range(len(sizes)) if one not in tenant.ready)
+        return Placement(tenant.offsets, missing, tuple((one.model, one.group) for one in evicted))
 
     def mark_ready(self, model: str, group: int) -> None:
         """Record that the group's bytes hold its data."""

@@ -31,6 +31,8 @@ _PROFILE_PRIORITY = 1 << 30
 class Catalog:
     """The models by name. The loop's lock protects it; any thread may look a model up."""
 
+    does = "loading"
+
     loop: Loop
     queue: RequestQueue
     residency: Residency
@@ -40,6 +42,7 @@ class Catalog:
     options: Switching
     models: dict[str, Served] = field(default_factory=dict)
     _leaving: dict[str, list[StoredModel]] = field(default_factory=dict, init=False)
+    _building: tuple[WorkerProcess, Served] | None = None  # a module, by a worker
 
     def add(self, model: StoredModel, priority: int) -> Future[None]:
         """Serve `model`, replacing one of its name; the future is done when a request can run.
@@ -70,20 +73,14 @@ class Catalog:
             raise NotFoundError(f"there is no model {name!r} to unload")
         self._fail_waiting(served, NotFoundError(f"model {name!r} {reason}"))
         self._leaving.setdefault(name, []).append(served.model)
-        for worker in self.fleet:
-            if worker.loading == name:
-                self.fleet.lose(worker, f"was building model {name!r}, which {reason}")
+        if self._building is not None and self._building[1] is served:
+            self.fleet.lose(self._building[0], f"was building model {name!r}, which {reason}")
 
-    def is_leaving(self, name: str) -> bool:
-        """Return whether an older model of that name still holds bytes or modules."""
-        return name in self._leaving
-
-    def can_copy(self, name: str) -> bool:
-        """Return whether requests to the model may run: it is profiled, and its groups are
-        final.
+    def can_run(self, served: Served, is_profile: bool = False) -> bool:
+        """Return whether requests to the model may run: it is profiled, or this is what for, and no
+        older model of its name still holds bytes or modules.
         """
-        served = self.models[name]
-        return served.ready.done() and served.regroup is None and not self.is_leaving(name)
+        return (served.is_settled or is_profile) and served.name not in self._leaving
 
     def fail_all(self, error: TorchRelayError) -> None:
         """Fail those that wait for any model."""
@@ -110,15 +107,16 @@ class Catalog:
 
     def build(self) -> None:
         """Let one idle worker build a module that it lacks; the others serve meanwhile."""
-        if any(worker.loading for worker in self.fleet):
+        if self._building is not None:
             return
-        for worker in self.fleet:
+        for worker in self.fleet.workers:
+            if worker.user is not None:
+                continue
             for name, served in self.models.items():
                 outdated = worker.loaded.get(name) != served.key
-                wanted = outdated and served.error is None and not self.is_leaving(name)
-                if wanted and worker.idle:
-                    worker.loading = name
-                    worker.expect_answer(self.options.start_timeout_s)
+                if outdated and served.error is None and name not in self._leaving:
+                    self._building = worker, served
+                    worker.work_for(self, self.options.start_timeout_s)
                     self.send_build(worker, served)
                     return
 
@@ -130,10 +128,10 @@ class Catalog:
 
     # --- events
 
-    def on_built(self, worker: WorkerProcess, built: _messages.Built) -> None:
+    def on_message(self, worker: WorkerProcess, built: _messages.Built, _: list[int]) -> None:
         """Ask for a profile once the first worker has built the model."""
-        if worker.loading == built.model:
-            worker.release()
+        self._building = None
+        worker.release()
         served = self.models.get(built.model)
         if served is None or served.model.version != built.version:
             return
@@ -156,8 +154,9 @@ class Catalog:
 
     def on_lost(self, worker: WorkerProcess) -> None:
         """Fail a model whose first build took too long or killed the worker."""
-        served = self.models.get(worker.loading)
-        if served is not None and not served.ready.done():
+        assert self._building is not None
+        served, self._building = self._building[1], None
+        if not served.ready.done():
             self._fail(served, worker.loss(f"built model {served.name!r}"))
 
     def _on_profiled(self, served: Served, future: Future[Profile]) -> None:
@@ -198,7 +197,7 @@ class Catalog:
         self.residency.arena.evict(name)
         for model in self._leaving.pop(name):
             self.link.unregister(model.bytes(0, model.size_bytes))
-        for worker in self.fleet:
+        for worker in self.fleet.workers:
             if worker.loaded.pop(name, None) is not None:
                 worker.send(_messages.Unload(name))
 

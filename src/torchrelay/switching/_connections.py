@@ -1,4 +1,8 @@
-"""The HTTP server below the application: its listener, its connections, and its end."""
+"""The HTTP server below the application: its listener, its connections, and its end.
+
+httptools parses requests. No request runs in a task or waits for another turn of the event loop: a
+general server and its framework take longer for a request than a small model does.
+"""
 
 from __future__ import annotations
 
@@ -9,20 +13,29 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from email.utils import formatdate
+from http import HTTPStatus
 from types import FrameType
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
+from urllib.parse import unquote
 
-import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+import httptools
 
-from torchrelay.errors import UnavailableError
+from torchrelay.errors import CapacityError, OverloadedError, UnavailableError
+
+if TYPE_CHECKING:
+    from torchrelay.switching._http import Application
 
 __all__ = [
     "MAX_CONNECTIONS",
-    "ON_DISCONNECT",
     "REQUEST_TIMEOUT_S",
-    "Connection",
+    "HttpError",
+    "HttpRequest",
+    "HttpResponse",
     "HttpServer",
     "bind",
 ]
@@ -30,9 +43,42 @@ __all__ = [
 MAX_CONNECTIONS = 1024
 #: How long a connection may take to send the head of its first or next request, and then its body.
 REQUEST_TIMEOUT_S = 60.0
-#: The key of a scope under which an application puts what to call if its client goes away.
-ON_DISCONNECT = "torchrelay.on_disconnect"
+_HEAD_BYTES = 64 << 10
+_BODIES = 4  # bodies of the largest size that may be in memory at once
+_TICK_S = 0.1
 _LAST_S = 1.0  # after the grace, for what is still to be closed
+_STATUS_LINES = {one.value: f"HTTP/1.1 {one.value} {one.phrase}" for one in HTTPStatus}
+
+
+class HttpError(Exception):
+    """A response of another status than 200, by the protocol rather than by an error of ours."""
+
+    def __init__(self, status: int, text: str, headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(text)
+        self.status = status
+        self.headers = headers or {}
+
+
+@dataclass(eq=False)
+class HttpRequest:
+    """A request; names of headers are in lower case."""
+
+    method: str = ""
+    path: str = ""
+    headers: dict[str, str] = field(default_factory=dict)
+    body: bytearray = field(default_factory=bytearray)
+    keep_alive: bool = False
+    refusal: HttpResponse | None = None  # answers it, whatever else it holds
+
+
+@dataclass
+class HttpResponse:
+    """A response."""
+
+    body: bytes
+    status: int = 200
+    content_type: str = "application/json"
+    headers: Mapping[str, str] = field(default_factory=dict)
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -60,12 +106,12 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-class HttpServer(uvicorn.Server):
+class HttpServer:
     """Serves an application until :meth:`end` or a failure."""
 
     def __init__(
         self,
-        app: Any,
+        app: Application,
         grace_s: float,
         on_start: Callable[[], object],
         has_failed: Callable[[], bool],
@@ -77,18 +123,11 @@ class HttpServer(uvicorn.Server):
             on_start: called once it accepts connections.
             has_failed: asked several times a second.
         """
-        config = uvicorn.Config(
-            app,
-            http=Connection,
-            ws="none",
-            lifespan="off",
-            log_level="warning",
-            access_log=False,
-            proxy_headers=False,
-            timeout_keep_alive=30,
-            timeout_graceful_shutdown=max(1, int(grace_s)),
-        )
-        super().__init__(config)
+        self.app = app
+        self.connections: set[Connection] = set()
+        self.body_bytes = 0  # of requests that are being read
+        self.date = ""
+        self.is_ending = False
         self._grace_s = grace_s
         self._ends_at = math.inf
         self._on_start = on_start
@@ -99,113 +138,233 @@ class HttpServer(uvicorn.Server):
         """What is left of the grace, all before :meth:`end`."""
         return min(max(0.0, self._ends_at - time.monotonic()), self._grace_s)
 
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
+    async def serve(self, listener: socket.socket) -> None:
+        """Serve the connections of `listener`; return when all are closed."""
+        loop = asyncio.get_running_loop()
+        server = await loop.create_server(lambda: Connection(self), sock=listener, backlog=2048)
         self._on_start()
+        while not (self.is_ending or self._has_failed()):
+            await self._tick()
+        self.is_ending = True
+        self._ends_at = min(self._ends_at, time.monotonic() + self._grace_s)
+        server.close()
+        for connection in list(self.connections):
+            connection.end()
+        while self.connections and self.grace_left_s:
+            await self._tick()
+        for connection in list(self.connections):
+            connection.transport.abort()
 
-    async def on_tick(self, counter: int) -> bool:
-        return await super().on_tick(counter) or self._has_failed()
+    async def _tick(self) -> None:
+        self.date = formatdate(usegmt=True)
+        late = time.monotonic() - REQUEST_TIMEOUT_S
+        for connection in list(self.connections):
+            if connection.waits_since < late:
+                connection.give_up()
+        await asyncio.sleep(_TICK_S)
 
     def end(self, number: int, _: FrameType | None = None) -> None:
         """Handle a signal: accept nothing more and finish what runs; at the second one, exit."""
-        if self.should_exit:
+        if self.is_ending:
             os._exit(128 + number)  # the kernel ends the workers
         self._ends_at = time.monotonic() + self._grace_s
         # A factory that hangs in a thread would keep the process from ending.
         last = threading.Timer(self._grace_s + _LAST_S, os._exit, [1])
         last.daemon = True
         last.start()
-        self.should_exit = True
+        self.is_ending = True
 
 
-class _Joining:
-    """A transport that sends the head of an answer with its body: each write wakes the client."""
-
-    def __init__(self, transport: Any) -> None:
-        self._transport = transport
-        self._head = b""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._transport, name)
-
-    def write(self, data: bytes) -> None:
-        if not self._head and data.startswith(b"HTTP/1.1 ") and data[9:10] != b"1":
-            self._head = data
-        else:
-            self._transport.write(self._head + data)
-            self._head = b""
-
-    def flush(self) -> None:
-        """Send a head to which no body belongs."""
-        if self._head:
-            self.write(b"")
-
-    def close(self) -> None:
-        self.flush()
-        self._transport.close()
-
-
-class Connection(HttpToolsProtocol):
-    """One client's connection. It is closed if no complete request comes in time; the one that has
-    waited longest, if there are too many.
+class Connection(asyncio.Protocol):
+    """One client's connection, of which one request at a time is answered. It is closed if no
+    complete request comes in time; the one that has waited longest, if there are too many.
     """
 
-    _timer: asyncio.TimerHandle | None = None
+    transport: asyncio.Transport
 
-    def connection_made(self, transport: Any) -> None:
-        if len(self.connections) >= MAX_CONNECTIONS:
-            idle = [one for one in self.connections if isinstance(one, Connection) and one.is_idle]
-            if not idle:
-                transport.abort()  # all are being answered
+    def __init__(self, server: HttpServer) -> None:
+        self._server = server
+        self._app = server.app
+        self._parser = httptools.HttpRequestParser(self)
+        self._head_bytes = 0  # since the last head or part of a body
+        self._url = b""
+        self._reading: HttpRequest | None = None  # its head has arrived, its body has not
+        self._answering: HttpRequest | None = None
+        self._pending: Future[Any] | None = None  # of what is being answered
+        self._ahead: deque[HttpRequest] = deque()
+        self._is_starting = False
+        self._is_blocked = False  # the client does not read
+        self._is_paused = False  # requests that were sent ahead wait
+        self.waits_since = time.monotonic()  # for the client; inf: the client waits
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)
+        connections = self._server.connections
+        if len(connections) >= MAX_CONNECTIONS:
+            idle = min(connections, key=lambda one: one.waits_since)
+            if idle.waits_since == math.inf:
+                self.transport.abort()  # all are being answered
                 return
-            min(idle, key=lambda one: one.idle_since).transport.abort()
-        super().connection_made(_Joining(transport))  # type: ignore[arg-type]
-        self._start_timer()
+            connections.discard(idle)
+            idle.transport.abort()
+        connections.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_timer()
-        if self.transport is not None:
-            super().connection_lost(exc)
-        if self.cycle is not None and not self.is_idle:
-            on_disconnect: Any = self.cycle.scope.get(ON_DISCONNECT)
-            if on_disconnect is not None:
-                on_disconnect()
+        self._server.connections.discard(self)
+        self._end_reading()
+        self._ahead.clear()
+        if self._pending is not None:
+            self._pending.cancel()
+
+    def data_received(self, data: bytes) -> None:
+        self._head_bytes += len(data)
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            pass  # answered as if it did not ask for that
+        except httptools.HttpParserError as error:
+            self._break_off(HttpError(400, f"this is no HTTP: {error}"))
+            return
+        if self._head_bytes > _HEAD_BYTES:
+            self._break_off(HttpError(431, f"the head of a request exceeds {_HEAD_BYTES} bytes"))
+
+    def pause_writing(self) -> None:
+        self._is_blocked = True
+
+    def resume_writing(self) -> None:
+        self._is_blocked = False
+        self._start_next()
+
+    # --- what the parser calls
+
+    def on_message_begin(self) -> None:
+        self._url, self._headers = b"", dict[str, str]()
+
+    def on_url(self, url: bytes) -> None:
+        self._url += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._headers[name.decode("latin-1").lower()] = value.decode("latin-1")
 
     def on_headers_complete(self) -> None:
-        super().on_headers_complete()
-        if not self.pipeline:  # what follows an unanswered request is not read on
-            self._start_timer()
+        self._head_bytes = 0
+        path = (httptools.parse_url(self._url).path or b"").decode("latin-1")
+        request = self._reading = HttpRequest(
+            self._parser.get_method().decode(),
+            unquote(path) if "%" in path else path,
+            self._headers,
+            keep_alive=self._parser.should_keep_alive()
+            and self._parser.get_http_version() != "1.0"
+            and not self._parser.should_upgrade(),
+        )
+        if self._answering is None:
+            self.waits_since = time.monotonic()
+        try:
+            self._app.check(request)
+        except Exception as error:
+            self._refuse(request, error)
+            return
+        if request.headers.get("expect", "").lower() == "100-continue":
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+    def on_body(self, part: bytes) -> None:
+        """Keep a part, bounded in size; so is what all bodies that are being read take."""
+        self._head_bytes = 0
+        request, limit = self._reading, self._app.max_body_bytes
+        if request is None or request.refusal is not None:
+            return
+        request.body += part
+        self._server.body_bytes += len(part)
+        if len(request.body) > limit:
+            self._refuse(request, CapacityError(f"the request body exceeds {limit} bytes"))
+        elif self._server.body_bytes > _BODIES * limit:
+            text = f"bodies of {_BODIES * limit} bytes are being read; try again"
+            self._refuse(request, OverloadedError(text))
 
     def on_message_complete(self) -> None:
-        super().on_message_complete()
-        if self.is_idle:  # it was answered before all of it came
-            self._start_timer()
-        else:
-            self._stop_timer()
+        self._head_bytes = 0
+        request = self._end_reading()
+        if request is not None and request.refusal is None:
+            self._ahead.append(request)
+            self._start_next()
 
-    def on_response_complete(self) -> None:
-        cast(_Joining, self.transport).flush()
-        super().on_response_complete()
-        if self.is_idle or self.cycle.more_body:
-            self._start_timer()
+    # --- requests
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether no request is being read or answered."""
-        return self.cycle is None or self.cycle.response_complete
+    def end(self) -> None:
+        """Close the connection once its request is answered."""
+        if self._reading is None and self._answering is None:
+            self.transport.close()
 
-    def _start_timer(self) -> None:
-        self._stop_timer()
-        self.idle_since = self.loop.time()
-        self._timer = self.loop.call_later(REQUEST_TIMEOUT_S, self._give_up)
-
-    def _stop_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-    def _give_up(self) -> None:
-        if self.is_idle or self.cycle.response_started:
+    def give_up(self) -> None:
+        """End a wait for the client that took too long."""
+        if self._reading is None:
             self.transport.abort()
         else:
-            self.send_400_response(f"the body did not arrive within {REQUEST_TIMEOUT_S:g} s")
+            self._break_off(
+                HttpError(400, f"the body did not arrive within {REQUEST_TIMEOUT_S:g} s")
+            )
+
+    def _break_off(self, error: HttpError) -> None:
+        """Close the connection with an error, as what follows cannot be read."""
+        request = self._reading or HttpRequest()
+        request.keep_alive = False
+        if request.refusal is None:
+            self._refuse(request, error)
+        elif self._answering is None:
+            self.transport.abort()
+
+    def _end_reading(self) -> HttpRequest | None:
+        request, self._reading = self._reading, None
+        if request is not None:
+            self._server.body_bytes -= len(request.body)
+        return request
+
+    def _refuse(self, request: HttpRequest, error: Exception) -> None:
+        """Answer a request of which the rest, if it comes, is left out."""
+        self._server.body_bytes -= len(request.body)
+        request.body = bytearray()
+        request.refusal = self._app.error(request, error)
+        self._ahead.append(request)
+        self._start_next()
+
+    def _start_next(self) -> None:
+        """Start to answer what came first; some is answered at once, and then the next."""
+        if self._is_starting:
+            return
+        self._is_starting = True
+        while self._ahead and self._answering is None and not self._is_blocked:
+            request = self._answering = self._ahead.popleft()
+            if request.refusal is not None:
+                self._respond(request.refusal)
+                continue
+            self.waits_since = math.inf
+            pending = self._app.answer(request, self._respond)
+            self._pending = pending if self._answering is request else None
+        self._is_starting = False
+        is_full = bool(self._ahead) or self._is_blocked
+        if is_full != self._is_paused and not self.transport.is_closing():
+            self._is_paused = is_full
+            (self.transport.pause_reading if is_full else self.transport.resume_reading)()
+
+    def _respond(self, response: HttpResponse) -> None:
+        """Send the response to the request that is being answered; go on with the next."""
+        request, self._answering, self._pending = self._answering, None, None
+        if request is None or self.transport.is_closing():
+            return
+        keeps = request.keep_alive and not self._server.is_ending
+        lines = [
+            _STATUS_LINES[response.status],
+            f"Date: {self._server.date}",
+            f"Content-Type: {response.content_type}",
+            f"Content-Length: {len(response.body)}",
+            *(f"{name}: {value}" for name, value in response.headers.items()),
+            "\r\n" if keeps else "Connection: close\r\n\r\n",
+        ]
+        head = "\r\n".join(lines).encode("latin-1")
+        self.transport.write(head if request.method == "HEAD" else head + response.body)
+        if keeps:
+            self.waits_since = time.monotonic()
+            self._start_next()
+        else:
+            self._ahead.clear()
+            self.transport.close()

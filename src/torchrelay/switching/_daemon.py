@@ -12,7 +12,6 @@ from typing import Any
 
 from torchrelay.config import Switching
 from torchrelay.errors import NotFoundError, TorchRelayError, UnavailableError
-from torchrelay.switching import _messages
 from torchrelay.switching._cache import SharedCache
 from torchrelay.switching._catalog import Catalog
 from torchrelay.switching._contract import WorkerLink
@@ -62,20 +61,17 @@ class Daemon:
         self.queue = RequestQueue(options.queue_limit, options.client_limit)
         self.counts = Counter(dict.fromkeys(COUNTERS, 0))
         self.loop = Loop(self.decide, self._crashed)
-        self._draining_until: float | None = None
+        self.is_draining = False
+        self._draining_until = math.inf
         self._ended: UnavailableError | None = None
         self.failure: UnavailableError | None = None  # an error of the daemon itself, that ended it
         self.residency = Residency(self.loop, link, cache.size_bytes, self.counts)
         self.loop.on_end = self.residency.close
-        self.fleet = Fleet(self.loop, cache, options, self._on_message, self._on_lost)
+        self.fleet = Fleet(self.loop, cache, options)
         self.training = TrainingScheduler(self.fleet)
         parts = self.queue, self.residency, self.fleet
         self.catalog = Catalog(self.loop, *parts, link, costs, options)
         self.dispatcher = Dispatcher(self.catalog, *parts, self.counts, self.loop, options)
-
-    @property
-    def is_draining(self) -> bool:
-        return self._draining_until is not None
 
     def add_model(self, model: StoredModel, priority: int) -> Future[None]:
         """Serve `model`; the future is done when a request can run."""
@@ -105,11 +101,11 @@ class Daemon:
         def start() -> WorkerProcess | None:
             self.submit(request)
             self.dispatcher.start_next(self.training.pause)
-            worker = self.dispatcher.worker
-            if worker is None or self.dispatcher.requests != [request]:
+            run = self.dispatcher.run
+            if run is None or run.requests != [request]:
                 return None
-            self.fleet.take_channel(worker)
-            return worker
+            self.fleet.take_channel(run.worker)
+            return run.worker
 
         worker = self.loop.call(start)
         if worker is not None:
@@ -124,13 +120,13 @@ class Daemon:
 
     def drain(self, grace_s: float) -> None:
         """Refuse new requests, and end when the queued ones are done or `grace_s` has passed."""
-        self._draining_until = time.monotonic() + grace_s
+        self.is_draining, self._draining_until = True, time.monotonic() + grace_s
         self.dispatcher.fills_batches = False
         self.training.pause()
 
     def decide(self) -> float:
         """Do what can be done now; return the time of the next decision at the latest."""
-        if self._draining_until is not None and self._is_drained(self._draining_until):
+        if self.is_draining and self._is_drained():
             self._end(UnavailableError("the switcher was closed before it was done"))
             return math.inf
         self.catalog.retire(self.dispatcher.model)
@@ -138,19 +134,21 @@ class Daemon:
         for request, error in self.queue.take_expired():
             self.counts["expired"] += 1
             self.dispatcher.fail([request], error)
-        self.fleet.replace_late()
-        if self.fleet.broken is not None:
-            self.catalog.fail_all(self.fleet.broken)
+        if self.fleet.next_check() <= time.monotonic():
+            self.fleet.check()
+        broken = self.fleet.broken
+        if broken is not None:
+            self.catalog.fail_all(broken)
         self.dispatcher.start_next(self.training.pause)
-        if not self.dispatcher.requests and not self.queue and not self.is_draining:
-            self.training.start_next()
-        if self.dispatcher.requests:
+        if self.dispatcher.run is not None:
             self._prefetch()
+        elif not self.queue and not self.is_draining:
+            self.training.start_next()
         return min(
-            self.queue.next_deadline(),
+            self.queue.next_deadline,
             self.fleet.next_check(),
             self.dispatcher.batch_starts_at,
-            math.inf if self._draining_until is None else self._draining_until,
+            self._draining_until,
         )
 
     def _check_open(self) -> None:
@@ -172,14 +170,18 @@ class Daemon:
 
     def _prefetch(self) -> None:
         """Copy the model of the next request while the running one computes, if there is space."""
-        if self.residency.is_copying:
+        if not self.queue or self.residency.is_copying:
             return
         running = self.dispatcher.model
         name = next((one.model for one in self.queue if one.model != running), None)
-        if name is None or not self.catalog.can_copy(name):
+        if name is None:
             return
         served = self.catalog.models[name]
-        if not self.residency.is_resident(served):
+        if (
+            self.catalog.can_run(served)
+            and served.regroup is None
+            and not self.residency.is_resident(served)
+        ):
             self.counts["prefetches"] += self.residency.prefetch(served)
 
     def _read_until_ended(self, request: Request, worker: WorkerProcess) -> None:
@@ -187,7 +189,8 @@ class Daemon:
 
         def has_ended(event: Callable[[], None]) -> bool:
             self.loop.handle(event)
-            if self.dispatcher.requests == [request] and self.dispatcher.worker is worker:
+            run = self.dispatcher.run
+            if run is not None and run.requests == [request] and run.worker is worker:
                 return False
             self.fleet.return_channel(worker)
             return True
@@ -220,7 +223,14 @@ class Daemon:
                 for block in self.residency.arena.blocks()
             ],
             "models": [self._model(served) for _, served in sorted(self.catalog.models.items())],
-            "workers": [self._worker(worker) for worker in self.fleet],
+            "workers": [
+                {
+                    "pid": worker.pid,
+                    "state": worker.user.does if worker.user is not None else "standby",
+                    "model": worker.last_model,
+                }
+                for worker in self.fleet.workers
+            ],
             "worker_deaths": self.fleet.deaths,
             "queue": [
                 {
@@ -258,33 +268,6 @@ class Daemon:
             "seconds": {kind: dict(parts) for kind, parts in served.seconds.items()},
         }
 
-    def _worker(self, worker: WorkerProcess) -> dict[str, Any]:
-        if not worker.ready:
-            state = "starting"
-        elif worker.loading:
-            state = "loading"
-        elif worker is self.dispatcher.worker:
-            state = "running"
-        else:
-            state = "training" if worker.request_id else "standby"
-        return {"pid": worker.pid, "state": state, "model": worker.last_model}
-
-    # --- events
-
-    def _on_message(self, worker: WorkerProcess, message: object, descriptors: list[int]) -> None:
-        if isinstance(message, _messages.Ready):
-            self.fleet.became_ready(worker)
-        elif isinstance(message, _messages.Built):
-            self.catalog.on_built(worker, message)
-        elif worker is self.training.worker:
-            self.training.on_message(message, descriptors)
-        elif worker is self.dispatcher.worker:
-            self.dispatcher.on_message(message)
-
-    def _on_lost(self, worker: WorkerProcess) -> None:
-        for part in (self.catalog, self.training, self.dispatcher):
-            part.on_lost(worker)
-
     def _crashed(self, error: BaseException) -> None:
         """Fail everything: an error of the daemon must not leave callers waiting."""
         self.failure = UnavailableError(f"the switcher failed: {type(error).__name__}: {error}")
@@ -292,15 +275,16 @@ class Daemon:
 
     # --- the end
 
-    def _is_drained(self, limit: float) -> bool:
-        busy = self.dispatcher.requests or self.training.running or len(self.queue)
-        return not busy or time.monotonic() >= limit
+    def _is_drained(self) -> bool:
+        busy = self.dispatcher.run or self.training.running or self.queue
+        return not busy or time.monotonic() >= self._draining_until
 
     def _end(self, error: UnavailableError) -> None:
         self._ended = error
-        is_busy = self.dispatcher.requests or self.training.running is not None
+        run = self.dispatcher.run
+        is_busy = run is not None or self.training.running is not None
         self.catalog.fail_all(error)
-        self.dispatcher.fail(self.dispatcher.requests, error)
+        self.dispatcher.fail(run.requests if run is not None else [], error)
         self.training.fail_all(error)
         self.fleet.close(timeout_s=0.0 if is_busy else _EXIT_S)
         self.loop.stop()

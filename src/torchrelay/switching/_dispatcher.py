@@ -9,7 +9,7 @@ import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
@@ -27,7 +27,6 @@ from torchrelay.errors import (
 )
 from torchrelay.switching import _messages
 from torchrelay.switching._catalog import Catalog
-from torchrelay.switching._contract import align
 from torchrelay.switching._fleet import Fleet, WorkerProcess
 from torchrelay.switching._loop import Loop
 from torchrelay.switching._queue import Reply, Request, RequestQueue, new_id
@@ -41,7 +40,7 @@ _HISTORY = 100
 
 
 @dataclass(eq=False)
-class _RunningBatch:
+class RunningBatch:
     """A request, or a batch of them, on a worker."""
 
     run_id: int
@@ -58,6 +57,8 @@ class _RunningBatch:
 class Dispatcher:
     """Runs one request at a time. The loop's lock protects it."""
 
+    does = "running"
+
     catalog: Catalog
     queue: RequestQueue
     residency: Residency
@@ -68,37 +69,25 @@ class Dispatcher:
     fills_batches: bool = True  # False: nothing more comes to join one
     batch_starts_at: float = math.inf  # the latest for one that waits for more requests
     history: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_HISTORY))
-    _run: _RunningBatch | None = field(default=None, init=False)
+    run: RunningBatch | None = field(default=None, init=False)  # what runs
 
     def __post_init__(self) -> None:
         self.residency.on_arrived = self._on_arrived
         self.residency.on_failed = self._on_copy_failed
 
     @property
-    def requests(self) -> list[Request]:
-        """What runs."""
-        return self._run.requests if self._run is not None else []
-
-    @property
-    def worker(self) -> WorkerProcess | None:
-        """Where it runs."""
-        return self._run.worker if self._run is not None else None
-
-    @property
     def model(self) -> str:
-        """The model of the request that runs, or ""."""
-        return self._run.served.name if self._run is not None else ""
+        """The model of what runs, or ""."""
+        return self.run.served.name if self.run is not None else ""
 
     def start_next(self, pause_training: Callable[[], None]) -> None:
         """Start the first request that can run, if none does and a worker and space are free."""
-        if self._run is not None:
+        if self.run is not None:
             return
         self.batch_starts_at = math.inf
         for request in self.queue:
             served = self.catalog.models[request.model]
-            if self.catalog.is_leaving(request.model) or not (
-                request.is_profile or served.ready.done()
-            ):
+            if not self.catalog.can_run(served, request.is_profile):
                 continue
             batch = self._batch(request, served)
             if not batch:
@@ -119,7 +108,7 @@ class Dispatcher:
             if running:
                 self._start(running, served, worker, pinned)
                 return
-            self.residency.unpin(request.model)
+            self.residency.arena.release(request.model)
 
     def fail(self, requests: list[Request], error: TorchRelayError) -> None:
         """Set the error of a request, unless it has a result or was cancelled.
@@ -139,22 +128,24 @@ class Dispatcher:
 
     def _on_arrived(self, model: str, group: int) -> None:
         """Pass on that a group of a model is in place."""
-        if self._run is not None and self.model == model:
-            self._run.first_group = self._run.first_group or time.monotonic()
-            self._run.worker.send(_messages.GroupCopied(self._run.run_id, group))
+        if self.run is not None and self.model == model:
+            self.run.first_group = self.run.first_group or time.monotonic()
+            self.run.worker.send(_messages.GroupCopied(self.run.run_id, group))
 
     def _on_copy_failed(self, model: str, error: Exception) -> None:
         """Fail the request whose model could not be copied."""
-        if self._run is not None and self.model == model:
+        if self.run is not None and self.model == model:
             text = f"copying model {model!r} to the arena failed: {error}"
-            self.fail(self._run.requests, SegmentError(text))
-            self._run.worker.send(_messages.Stop(self._run.run_id))
+            self.fail(self.run.requests, SegmentError(text))
+            self.run.worker.send(_messages.Stop(self.run.run_id))
 
-    def on_message(self, message: object) -> None:
+    def on_message(self, worker: WorkerProcess, message: object, _: list[int]) -> None:
         """Complete what runs."""
+        if isinstance(message, _messages.Built):
+            return  # the module that the run needed
         run = self._ended()
-        run.worker.last_model = run.served.name
-        run.worker.release()
+        worker.last_model = run.served.name
+        worker.release()
         is_profile = run.requests[0].is_profile
         if isinstance(message, _messages.Failed):
             self.counts["failed"] += not is_profile and len(run.requests) == 1
@@ -170,8 +161,6 @@ class Dispatcher:
 
     def on_lost(self, worker: WorkerProcess) -> None:
         """Run the requests again whose worker has died, or fail them."""
-        if self.worker is not worker:
-            return
         run = self._ended()
         request, is_batch = run.requests[0], len(run.requests) > 1
         if worker.broke_memory and run.overlaps:
@@ -208,14 +197,14 @@ class Dispatcher:
         is_profile, inputs = requests[0].is_profile, _merged_inputs(requests)
         overlaps = (bool(pinned.missing) or is_profile) and not served.runs_whole
         first_group = 0.0 if pinned.missing else now
-        worker.request_id = run_id = new_id()
-        copied_bytes = pinned.copied_bytes
-        self._run = _RunningBatch(
+        run_id, copied_bytes = new_id(), pinned.copied_bytes
+        self.run = RunningBatch(
             run_id, requests, worker, served, copied_bytes, overlaps, now, first_group
         )
-        worker.expect_answer(self.options.run_timeout_s)
+        worker.work_for(self, self.options.run_timeout_s)
         if worker.loaded.get(served.name) != served.key:
             self.catalog.send_build(worker, served)
+        written, end = worker.buffers.current.write(inputs, 0)
         message = _messages.Run(
             run_id,
             served.name,
@@ -223,19 +212,19 @@ class Dispatcher:
             pinned.missing,
             whole=served.runs_whole,
             buffer=worker.buffers.index,
-            inputs=worker.buffers.current.write(inputs, 0),
-            outputs_at=sum(align(tensor.nbytes) for tensor in inputs.values()),
+            inputs=written,
+            outputs_at=end,
             is_profile=is_profile,
         )
         worker.send(message)
 
-    def _ended(self) -> _RunningBatch:
-        run, self._run = self._run, None
+    def _ended(self) -> RunningBatch:
+        run, self.run = self.run, None
         assert run is not None
-        self.residency.unpin(run.served.name)
+        self.residency.arena.release(run.served.name)
         return run
 
-    def _reply(self, run: _RunningBatch, result: _messages.Result) -> Reply:
+    def _reply(self, run: RunningBatch, result: _messages.Result) -> Reply:
         reply = Reply(
             run.served.name,
             run.served.model.version,
@@ -246,9 +235,9 @@ class Dispatcher:
             copied_bytes=run.copied_bytes,
         )
         total_s = time.monotonic() - run.started
-        requests = len(run.requests)
-        run.served.counts[reply.kind] += requests
-        seconds: Any = run.served.seconds[reply.kind]
+        requests, kind = len(run.requests), reply.kind
+        run.served.counts[kind] += requests
+        seconds: Any = run.served.seconds[kind]
         seconds["queue"] += sum(run.started - one.arrived for one in run.requests)
         seconds["switch"] += requests * reply.switch_s
         seconds["compute"] += requests * reply.compute_s
@@ -256,7 +245,7 @@ class Dispatcher:
         self.history.append(
             {
                 "model": reply.model,
-                "kind": reply.kind,
+                "kind": kind,
                 "requests": requests,
                 "worker": run.worker.pid,
                 "at": time.time(),
@@ -278,16 +267,16 @@ def _gather(
     Args:
         limit_bytes: what the inputs may take.
     """
-    batch, rows, size_bytes = [first], first.rows, _size_bytes(first)
+    batch, rows, size_bytes = [first], first.rows, first.size_bytes
     if not _can_join(first):
         return batch
     for one in waiting:
         joins = one is not first and one.model == first.model and _can_join(one)
         if not joins or one.shape != first.shape:
             continue
-        if rows + one.rows <= model.max_batch_size and size_bytes + _size_bytes(one) <= limit_bytes:
+        if rows + one.rows <= model.max_batch_size and size_bytes + one.size_bytes <= limit_bytes:
             batch.append(one)
-            rows, size_bytes = rows + one.rows, size_bytes + _size_bytes(one)
+            rows, size_bytes = rows + one.rows, size_bytes + one.size_bytes
     return batch
 
 
@@ -325,8 +314,7 @@ def _split(reply: Reply, parts: Sequence[Request]) -> list[Reply]:
             )
     started = time.monotonic() - reply.switch_s - reply.compute_s
     return [
-        replace(
-            reply,
+        reply._replace(
             outputs={name: output[start:end] for name, output in reply.outputs.items()},
             queue_s=max(0.0, started - part.arrived),
         )
@@ -336,10 +324,6 @@ def _split(reply: Reply, parts: Sequence[Request]) -> list[Reply]:
 
 def _can_join(request: Request) -> bool:
     return bool(request.rows) and not (request.is_alone or request.is_profile)
-
-
-def _size_bytes(request: Request) -> int:
-    return sum(align(tensor.nbytes) for tensor in request.inputs.values())
 
 
 def _answer(requests: list[Request], result: Any) -> None:

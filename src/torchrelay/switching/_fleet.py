@@ -8,8 +8,9 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Protocol
 
 from torchrelay._helper import HelperProcess
 from torchrelay.config import Switching
@@ -27,7 +28,7 @@ from torchrelay.switching._contract import align
 from torchrelay.switching._loop import Loop
 from torchrelay.switching._request_buffer import BufferPool
 
-__all__ = ["Fleet", "WorkerProcess"]
+__all__ = ["Fleet", "WorkerProcess", "WorkerUser"]
 
 _log = logging.getLogger("torchrelay.switching")
 
@@ -36,8 +37,20 @@ _FAILED_STARTS = 3  # in a row, from which on requests fail instead of waiting
 _RETRY_S = 2.0
 
 
+class WorkerUser(Protocol):
+    """Protocol of what a worker works for: it gets the worker's messages, and its loss."""
+
+    does: str  # for people: "starting", "loading", ...
+
+    def on_message(self, worker: WorkerProcess, message: Any, descriptors: list[int]) -> None:
+        """Handle a message; the last one of the work releases the worker."""
+
+    def on_lost(self, worker: WorkerProcess) -> None:
+        """Handle the worker's end, with :meth:`WorkerProcess.loss` as the error."""
+
+
 class WorkerProcess:
-    """A started worker: its process and request buffers. Everything else is the daemon's state."""
+    """A started worker: its process, request buffers, and what it works for."""
 
     def __init__(self, cache: SharedCache, options: Switching) -> None:
         """Start a process, one of `options.workers` that share the device.
@@ -57,24 +70,17 @@ class WorkerProcess:
             os.close(arena)
         self.channel = self.process.channel
         self.pid = self.process.pid
-        self.ready = False
+        self.user: WorkerUser | None = None  # None: it is idle
         self.has_reader = False  # a caller's thread reads the channel
-        self.loading = ""  # the model whose module it is building
         self.loaded: dict[str, tuple[int, int]] = {}  # model -> (version, plan)
         self.last_model = ""
         self.last_used = 0.0
-        self.request_id = 0  # of what it runs, or 0
         self.exit_reason = ""  # once it is lost
         self.is_late = False  # lost because it took too long
-        self.expect_answer(options.start_timeout_s)
 
-    @property
-    def idle(self) -> bool:
-        return self.ready and not self.request_id and not self.loading
-
-    def expect_answer(self, limit_s: float) -> None:
-        """Give the worker at most so long for what it does now."""
-        self.limit_s, self.due = limit_s, time.monotonic() + limit_s
+    def work_for(self, user: WorkerUser, limit_s: float = math.inf) -> None:
+        """Give the worker to `user`, for at most so long."""
+        self.user, self.limit_s, self.due = user, limit_s, time.monotonic() + limit_s
 
     def send(self, message: object, descriptors: Sequence[int] = ()) -> None:
         """Send; a dead worker is noticed when its channel is read."""
@@ -85,8 +91,7 @@ class WorkerProcess:
 
     def release(self) -> None:
         """Mark the worker as idle."""
-        self.request_id, self.loading, self.due = 0, "", math.inf
-        self.last_used = time.monotonic()
+        self.user, self.due, self.last_used = None, math.inf, time.monotonic()
 
     def end(self, reason: str) -> None:
         """Kill the process, unless it is dead, and reap it. Idempotent."""
@@ -111,30 +116,28 @@ class WorkerProcess:
         return kind(f"worker {self.pid} {self.exit_reason} while it {did}")
 
 
-@dataclass(eq=False)
 class Fleet:
     """Keeps the workers alive. The loop's lock protects it."""
 
-    loop: Loop
-    cache: SharedCache
-    options: Switching
-    on_message: Callable[[WorkerProcess, object, list[int]], None]
-    on_lost: Callable[[WorkerProcess], None]
-    workers: list[WorkerProcess] = field(default_factory=list)
-    deaths: int = 0
-    closing: bool = False
-    _failed_starts: int = field(default=0, init=False)
-    _next_start: float = field(default=0.0, init=False)
-    _problem: str = field(default="", init=False)
+    does = "starting"
 
-    def __iter__(self) -> Iterator[WorkerProcess]:
-        """Return the workers; some may be lost meanwhile."""
-        return iter(list(self.workers))
+    def __init__(self, loop: Loop, cache: SharedCache, options: Switching) -> None:
+        self.cache = cache
+        self.workers: list[WorkerProcess] = []
+        self.deaths = 0
+        self._loop = loop
+        self._options = options
+        self._is_closing = False
+        self._failed_starts = 0
+        self._next_start = 0.0
+        self._problem = ""
 
     @property
     def broken(self) -> UnavailableError | None:
         """The reason why there is no worker and will be none soon, if so."""
-        if self._failed_starts < _FAILED_STARTS or any(one.ready for one in self.workers):
+        if self._failed_starts < _FAILED_STARTS or any(
+            one.user is not self for one in self.workers
+        ):
             return None
         return UnavailableError(
             f"the last {self._failed_starts} workers did not start ({self._problem}); their output "
@@ -146,7 +149,7 @@ class Fleet:
         the one longest unused.
         """
         return min(
-            (worker for worker in self.workers if worker.idle),
+            [worker for worker in self.workers if worker.user is None],
             key=lambda one: (model not in one.loaded, one.last_model != model, one.last_used),
             default=None,
         )
@@ -156,46 +159,49 @@ class Fleet:
         if worker not in self.workers:
             return
         self.workers.remove(worker)
-        self.loop.unwatch(worker.channel.fileno())
+        self._loop.unwatch(worker.channel.fileno())
         worker.end(reason)
         self.deaths += 1
-        if not worker.ready:
-            self._start_failed(worker.exit_reason)
-        self.on_lost(worker)
+        if worker.user is not None:
+            worker.user.on_lost(worker)
         self._fill()
 
-    def replace_late(self) -> None:
+    def check(self) -> None:
         """Start workers where that is due, and replace those that take too long."""
         self._fill()
-        for worker in self:
-            if worker.due <= time.monotonic():
-                worker.is_late = True
-                self.lose(worker, f"took more than {worker.limit_s:g} s")
+        now = time.monotonic()
+        for worker in [one for one in self.workers if one.due <= now]:
+            worker.is_late = True
+            self.lose(worker, f"took more than {worker.limit_s:g} s")
 
     def next_check(self) -> float:
-        """Return when to call :meth:`replace_late` again."""
+        """Return when to call :meth:`check` again."""
         moments = [worker.due for worker in self.workers]
-        if len(self.workers) < self.options.workers:
+        if len(moments) < self._options.workers:
             moments.append(self._next_start)
         return min(moments)
 
-    def became_ready(self, worker: WorkerProcess) -> None:
-        worker.ready = True
+    def on_message(self, worker: WorkerProcess, message: object, _: list[int]) -> None:
+        """Handle that a worker is ready."""
         worker.release()
         self._failed_starts = 0
         self._next_start = 0.0
 
+    def on_lost(self, worker: WorkerProcess) -> None:
+        """Handle that a worker did not start."""
+        self._start_failed(worker.exit_reason)
+
     def take_channel(self, worker: WorkerProcess) -> None:
         """Leave the channel to the calling thread, which waits for the worker."""
         worker.has_reader = True
-        self.loop.unwatch(worker.channel.fileno())
+        self._loop.unwatch(worker.channel.fileno())
 
     def return_channel(self, worker: WorkerProcess) -> None:
         """End :meth:`take_channel`."""
         worker.has_reader = False
         if worker not in self.workers:
             worker.channel.close()
-        elif not self.closing:
+        elif not self._is_closing:
             self._watch(worker)
 
     def receive(self, worker: WorkerProcess, timeout_s: float | None) -> Callable[[], None] | None:
@@ -207,15 +213,19 @@ class Fleet:
         except ProtocolError as error:
             reason = f"sent a malformed message: {error}"
             return lambda: self.lose(worker, reason)
-        return None if received is None else lambda: self.on_message(worker, *received)
+        return None if received is None else partial(self._handle, worker, *received)
+
+    def _handle(self, worker: WorkerProcess, message: object, descriptors: list[int]) -> None:
+        if worker.user is not None:
+            worker.user.on_message(worker, message, descriptors)
 
     def close(self, timeout_s: float) -> None:
         """Ask all workers to end, and kill those that have not after `timeout_s`."""
-        self.closing = True
+        self._is_closing = True
         deadline = time.monotonic() + timeout_s
-        idle = [worker for worker in self.workers if worker.idle]
+        idle = [worker for worker in self.workers if worker.user is None]
         for worker in self.workers:
-            self.loop.unwatch(worker.channel.fileno())
+            self._loop.unwatch(worker.channel.fileno())
         for worker in idle:
             worker.send(_messages.Exit())
         for worker in idle:
@@ -228,21 +238,22 @@ class Fleet:
 
         Only the loop's thread starts them: the kernel ends a worker with the thread that did.
         """
-        if not self.loop.is_own_thread:
+        if not self._loop.is_own_thread:
             return  # the next decision wakes it
-        while len(self.workers) < self.options.workers and not self.closing:
+        while len(self.workers) < self._options.workers and not self._is_closing:
             if time.monotonic() < self._next_start:
                 return
             try:
-                worker = WorkerProcess(self.cache, self.options)
+                worker = WorkerProcess(self.cache, self._options)
             except (OSError, SegmentError) as error:
                 self._start_failed(str(error))
                 return
+            worker.work_for(self, self._options.start_timeout_s)
             self.workers.append(worker)
             self._watch(worker)
 
     def _watch(self, worker: WorkerProcess) -> None:
-        self.loop.watch(worker.channel.fileno(), lambda: self._read(worker))
+        self._loop.watch(worker.channel.fileno(), partial(self._read, worker))
 
     def _read(self, worker: WorkerProcess) -> None:
         if worker in self.workers and not worker.has_reader:

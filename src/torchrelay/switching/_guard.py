@@ -10,14 +10,12 @@ import ipaddress
 import socket
 from urllib.parse import urlsplit
 
-from starlette.exceptions import HTTPException
-from starlette.types import Scope
-
 from torchrelay.config import Switching
+from torchrelay.switching._connections import HttpError, HttpRequest
 
 __all__ = ["Guard"]
 
-_HEADERS = (b"host", b"origin", b"content-type", b"authorization")
+_HEADERS = ("host", "origin", "content-type", "authorization")
 _BODY_TYPES = ("application/json", "application/octet-stream")
 
 
@@ -37,22 +35,24 @@ class Guard:
         self._hosts = named | own | {socket.getfqdn().lower()}
         self._problem = functools.lru_cache(maxsize=256)(self._checked)
 
-    def check(self, scope: Scope) -> None:
-        """Raise :class:`HTTPException` if the request is refused."""
-        is_health = scope["path"].startswith("/v2/health/")
-        given = dict(scope["headers"])
-        problem = self._problem(scope["method"], is_health, *map(given.get, _HEADERS))
+    def check(self, request: HttpRequest) -> None:
+        """Raise :class:`HttpError` if the request is refused."""
+        is_health = request.path.startswith("/v2/health/")
+        problem = self._problem(request.method, is_health, *map(request.headers.get, _HEADERS))
         if problem is not None:
             asks_key = {"WWW-Authenticate": 'Basic realm="torchrelay"'}  # a browser then does
-            raise HTTPException(*problem, asks_key if problem[0] == 401 else None)
+            raise HttpError(*problem, asks_key if problem[0] == 401 else None)
 
     def _checked(
-        self, method: str, is_health: bool, *headers: bytes | None
+        self,
+        method: str,
+        is_health: bool,
+        host: str | None,
+        origin: str | None,
+        kind: str | None,
+        authorization: str | None,
     ) -> tuple[int, str] | None:
         """Return the status and the error of a request that is refused."""
-        host, origin, kind, authorization = (
-            None if one is None else one.decode("latin-1") for one in headers
-        )
         host = host or ""
         if not self._is_ours(host):
             return 421, (

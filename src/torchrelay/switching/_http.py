@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import re
 import threading
-from concurrent.futures import CancelledError, Future
+from collections.abc import Callable, Mapping
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
-from starlette.exceptions import HTTPException
-from starlette.requests import Request
-from starlette.responses import HTMLResponse, JSONResponse, Response
-from starlette.types import Receive, Scope, Send
 
 from torchrelay import __version__
 from torchrelay.config import Switching
@@ -31,7 +29,7 @@ from torchrelay.errors import (
     UnavailableError,
     UnsupportedError,
 )
-from torchrelay.switching._connections import ON_DISCONNECT
+from torchrelay.switching._connections import HttpError, HttpRequest, HttpResponse
 from torchrelay.switching._guard import Guard
 from torchrelay.switching._metrics import ServerMetrics
 from torchrelay.switching._models_file import ModelEntry
@@ -52,7 +50,6 @@ __all__ = ["Application"]
 _log = logging.getLogger("torchrelay.switching")
 
 _HEADER_BYTES = 1 << 20  # JSON around the tensors of a request
-_BODIES = 4  # bodies of the largest size that may be in memory at once
 _STATUS = {
     ArgumentError: 400,
     ConfigError: 400,
@@ -66,11 +63,12 @@ _STATUS = {
 }
 
 
-class Application:
-    """The endpoints over one switcher, for an ASGI server.
+# A response, or the future of a value and the function that makes a response of it.
+_Answer = HttpResponse | tuple[Future[Any], Callable[[Any], HttpResponse]]
 
-    It has a router of its own: Starlette's takes as long as a small model.
-    """
+
+class Application:
+    """The endpoints over one switcher, for :class:`HttpServer`."""
 
     def __init__(
         self,
@@ -84,20 +82,20 @@ class Application:
         Args:
             entries: the models that clients may load by name, if `settings` allow it.
         """
-        self._guard = Guard(settings)
+        self.check = Guard(settings).check
+        self.max_body_bytes = settings.request_bytes + _HEADER_BYTES
         self._switcher = switcher
         self._store = store
         self._entries = entries
         self._is_controlled = settings.repository_control
-        self._max_bytes = settings.request_bytes + _HEADER_BYTES
-        self._free_bytes = _BODIES * self._max_bytes
         self._metrics = ServerMetrics(switcher)
         self._outputs: dict[tuple[str, int], list[dict[str, Any]]] = {}
-        self._loading = {name: asyncio.Lock() for name in entries}
-        self._page = Path(__file__).with_name("status.html").read_text()
+        # Loads of one model run one after the other.
+        self._loaders = {name: ThreadPoolExecutor(1, f"torchrelay-load-{name}") for name in entries}
+        self._page = Path(__file__).with_name("status.html").read_bytes()
         model = "/v2/models/(?P<name>[^/]+)(?:/versions/(?P<version>[^/]+))?"
         control = "/v2/repository/models/(?P<name>[^/]+)"
-        routes: list[tuple[str, str, Any]] = [
+        routes: list[tuple[str, str, Callable[..., _Answer]]] = [
             ("POST", model + "/infer", self.infer),
             ("GET", "/", self.page),
             ("GET", r"/status\.json", self.status),
@@ -113,64 +111,97 @@ class Application:
         ]
         self._routes = [(method, re.compile(path), call) for method, path, call in routes]
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request = Request(scope, receive)
+    def answer(
+        self, request: HttpRequest, respond: Callable[[HttpResponse], object]
+    ) -> Future[Any] | None:
+        """Call `respond`, now or, in the same thread, later; then return what to cancel if the
+        client goes away.
+        """
         try:
-            self._guard.check(scope)
-            response = await self._answered(request)
+            answer = self._answer(request)
         except Exception as error:
-            response = _error_response(request, error)
-        await response(scope, receive, send)
+            answer = self.error(request, error)
+        if isinstance(answer, HttpResponse):
+            respond(answer)
+            return None
+        future, response_of = answer
+        loop, thread = asyncio.get_running_loop(), threading.get_ident()
 
-    async def _answered(self, request: Request) -> Response:
-        method, path = request.method, request.scope["path"]
+        def finish() -> None:
+            try:
+                response = response_of(future.result())
+            except Exception as error:
+                response = self.error(request, error)
+            respond(response)
+
+        def done(_: object) -> None:
+            if threading.get_ident() == thread:  # as is usual: nothing needs to interrupt the loop
+                finish()
+            else:
+                loop.call_soon_threadsafe(finish)
+
+        future.add_done_callback(done)
+        return future
+
+    def _answer(self, request: HttpRequest) -> _Answer:
+        method, path = request.method, request.path
         for known, pattern, endpoint in self._routes:
             match = pattern.fullmatch(path)
             if match is not None:
                 if method != known and (method, known) != ("HEAD", "GET"):
-                    raise HTTPException(405, f"{path} does not take {method}", {"Allow": known})
-                response: Response = await endpoint(request, **match.groupdict(""))
-                return response
-        raise HTTPException(404, f"the server has no path {path}")
+                    raise HttpError(405, f"{path} does not take {method}", {"Allow": known})
+                return endpoint(request, **match.groupdict(""))
+        raise HttpError(404, f"the server has no path {path}")
 
-    async def page(self, _: Request) -> Response:
-        return HTMLResponse(self._page)
+    def error(self, request: HttpRequest, error: Exception) -> HttpResponse:
+        """Return the response to a request that caused `error`."""
+        if isinstance(error, HttpError):
+            return _json({"error": str(error)}, error.status, error.headers)
+        if isinstance(error, CancelledError):
+            error = UnavailableError("the client closed its connection, or the server ends")
+        if isinstance(error, TorchRelayError):
+            code = next((code for kind, code in _STATUS.items() if isinstance(error, kind)), 500)
+            headers = {"Retry-After": "1"} if code in (429, 503) else None
+            return _json({"error": str(error), "type": type(error).__name__}, code, headers)
+        _log.error("%s %s failed", request.method, request.path, exc_info=error)
+        return _json({"error": f"the server failed: {type(error).__name__}: {error}"}, 500)
 
-    async def status(self, _: Request) -> Response:
-        return JSONResponse(await asyncio.to_thread(self._switcher.status))
+    def page(self, _: HttpRequest) -> HttpResponse:
+        return HttpResponse(self._page, content_type="text/html; charset=utf-8")
 
-    async def metrics(self, _: Request) -> Response:
-        body, content_type = await asyncio.to_thread(self._metrics.render)
-        return Response(body, headers={"Content-Type": content_type})
+    def status(self, _: HttpRequest) -> HttpResponse:
+        return _json(self._switcher.status())
 
-    async def server_metadata(self, _: Request) -> Response:
+    def metrics(self, _: HttpRequest) -> HttpResponse:
+        body, content_type = self._metrics.render()
+        return HttpResponse(body, content_type=content_type)
+
+    def server_metadata(self, _: HttpRequest) -> HttpResponse:
         extensions = ["binary_tensor_data", "model_repository"]
-        return JSONResponse(
-            {"name": "torchrelay", "version": __version__, "extensions": extensions}
-        )
+        return _json({"name": "torchrelay", "version": __version__, "extensions": extensions})
 
-    async def live(self, _: Request) -> Response:
+    def live(self, _: HttpRequest) -> HttpResponse:
         is_live = self._switcher.failure is None
-        return JSONResponse({"live": is_live}, 200 if is_live else 503)
+        return _json({"live": is_live}, 200 if is_live else 503)
 
-    async def ready(self, _: Request) -> Response:
+    def ready(self, _: HttpRequest) -> HttpResponse:
         """Return status 200 if every loaded model can answer."""
         names = self._switcher.models()
         ready = bool(names) and all(self._switcher.is_ready(name) for name in names)
-        return JSONResponse({"ready": ready}, 200 if ready else 503)
+        return _json({"ready": ready}, 200 if ready else 503)
 
-    async def model_ready(self, _: Request, name: str, version: str) -> Response:
+    def model_ready(self, _: HttpRequest, name: str, version: str) -> HttpResponse:
         self._stored(name, version)
         ready = self._switcher.is_ready(name)
-        return JSONResponse({"name": name, "ready": ready}, 200 if ready else 503)
+        return _json({"name": name, "ready": ready}, 200 if ready else 503)
 
-    async def metadata(self, _: Request, name: str, version: str) -> Response:
+    def metadata(self, _: HttpRequest, name: str, version: str) -> HttpResponse:
         model = self._stored(name, version)
         inputs = [
             {"name": spec.name, "datatype": datatype_of(spec.dtype), "shape": list(spec.shape)}
             for spec in model.inputs
         ]
-        return JSONResponse(
+        return _json(
             {
                 "name": model.name,
                 "versions": [str(model.version)],
@@ -181,25 +212,45 @@ class Application:
             }
         )
 
-    async def infer(self, request: Request, name: str, version: str) -> Response:
+    def infer(self, request: HttpRequest, name: str, version: str) -> _Answer:
         self._stored(name, version)
         if request.headers.get("content-encoding", "identity") != "identity":
-            raise HTTPException(415, "compressed bodies are not served; send the body as it is")
-        header, raw = parse_body(await self._body(request), request.headers.get(HEADER))
+            raise HttpError(415, "compressed bodies are not served; send the body as it is")
+        header, raw = parse_body(request.body, request.headers.get(HEADER.lower()))
         inputs = decode(header.get("inputs"), raw)
         options = _options(header.get("parameters", {}))
         future = self._switcher.submit(name, inputs, copy=False, **options)
-        reply = await _reply(request.scope, future)
+        return future, lambda reply: self._reply(header, reply)
+
+    def _reply(self, header: dict[str, Any], reply: Reply) -> HttpResponse:
+        """Return the outputs in JSON, but for those that are to be binary."""
         outputs, binary = _outputs(header, reply)
         if (reply.model, reply.version) not in self._outputs:
             self._outputs[reply.model, reply.version] = [
                 {"name": key, "datatype": datatype_of(value.dtype), "shape": [-1] * value.dim()}
                 for key, value in reply.outputs.items()
             ]
-        return _reply_response(header.get("id"), outputs, binary, reply)
+        content: dict[str, Any] = {
+            "model_name": reply.model,
+            "model_version": str(reply.version),
+            "parameters": {
+                "queue_ms": round(reply.queue_s * 1e3, 3),
+                "switch_ms": round(reply.switch_s * 1e3, 3),
+                "compute_ms": round(reply.compute_s * 1e3, 3),
+                "copied_bytes": reply.copied_bytes,
+            },
+        }
+        if isinstance(header.get("id"), str):
+            content["id"] = header["id"]
+        content["outputs"], raw = encode(outputs, binary)
+        text = dump(content)
+        if not binary:
+            return HttpResponse(text)
+        headers = {HEADER: str(len(text))}
+        return HttpResponse(b"".join([text, *raw]), 200, "application/octet-stream", headers)
 
-    async def index(self, request: Request) -> Response:
-        wants_ready = (await self._arguments(request)).get("ready")
+    def index(self, request: HttpRequest) -> HttpResponse:
+        wants_ready = _arguments(request).get("ready")
         loaded = self._switcher.models()
         stored = {name: str(self._store.get(name).version) for name in self._store.names()}
         models = []
@@ -209,40 +260,37 @@ class Application:
             if is_ready or not wants_ready:
                 version = stored.get(name, "")
                 models.append({"name": name, "version": version, "state": state, "reason": ""})
-        return JSONResponse(models)
+        return _json(models)
 
-    async def load(self, request: Request, name: str) -> Response:
+    def load(self, request: HttpRequest, name: str) -> _Answer:
         """Load or reload a model of the models file; parameters are refused."""
-        entry = await self._controlled(request, name, ())
-        async with self._loading[entry.name]:
-            await asyncio.to_thread(entry.add_to, self._store)
-            await asyncio.to_thread(self._switcher.load, entry.name, priority=entry.priority)
-        return JSONResponse({})
+        entry = self._controlled(request, name, ())
 
-    async def unload(self, request: Request, name: str) -> Response:
+        def run() -> None:
+            entry.add_to(self._store)
+            self._switcher.load(name, priority=entry.priority)
+
+        return self._loaders[name].submit(run), lambda _: _json({})
+
+    def unload(self, request: HttpRequest, name: str) -> HttpResponse:
         # Not after a load that is in progress: that may hang, and unloading ends it.
-        entry = await self._controlled(request, name, ("unload_dependents",))
-        await asyncio.to_thread(self._switcher.unload, entry.name)
-        self._store.remove(entry.name)
-        return JSONResponse({})
+        self._controlled(request, name, ("unload_dependents",))
+        self._switcher.unload(name)
+        self._store.remove(name)
+        return _json({})
 
-    async def _controlled(self, request: Request, name: str, known: tuple[str, ...]) -> ModelEntry:
+    def _controlled(self, request: HttpRequest, name: str, known: tuple[str, ...]) -> ModelEntry:
         """Return the entry of the model that a repository call names."""
         if not self._is_controlled:
-            raise HTTPException(
+            raise HttpError(
                 403,
                 "clients may not load or unload models; start the server with --repository-control",
             )
-        given = (await self._arguments(request)).get("parameters", {})
-        _check_known("parameter", given, known)
+        _check_known("parameter", _arguments(request).get("parameters", {}), known)
         if name not in self._entries:
             names = ", ".join(sorted(self._entries)) or "none"
             raise NotFoundError(f"the models file has no model {name!r}; it has {names}")
         return self._entries[name]
-
-    async def _arguments(self, request: Request) -> dict[str, Any]:
-        """Return the JSON object of a body that may be empty."""
-        return parse_body(await self._body(request) or b"{}", None)[0]
 
     def _stored(self, name: str, version: str) -> StoredModel:
         model = self._store.get(name)
@@ -250,82 +298,16 @@ class Application:
             raise NotFoundError(f"model {name!r} has version {model.version}, not {version}")
         return model
 
-    async def _body(self, request: Request) -> bytes:
-        """Read the body, bounded in size; so is what all bodies that are being read take."""
-        body, is_whole = bytearray(), False
-        try:
-            while not is_whole:
-                message = await request.receive()
-                if message["type"] == "http.disconnect":
-                    raise UnavailableError("the client closed its connection")
-                part, is_whole = message.get("body", b""), not message.get("more_body", False)
-                body += part
-                self._free_bytes -= len(part)
-                if len(body) > self._max_bytes:
-                    raise CapacityError(f"the request body exceeds {self._max_bytes} bytes")
-                if self._free_bytes < 0:
-                    raise OverloadedError(
-                        f"bodies of {_BODIES * self._max_bytes} bytes are being read; try again"
-                    )
-            return bytes(body)
-        finally:
-            self._free_bytes += len(body)
+
+def _json(
+    content: Any, status: int = 200, headers: Mapping[str, str] | None = None
+) -> HttpResponse:
+    return HttpResponse(json.dumps(content).encode(), status, headers=headers or {})
 
 
-def _reply_response(
-    request_id: object, outputs: dict[str, torch.Tensor], binary: set[str], reply: Reply
-) -> Response:
-    """Return the outputs in JSON, but for those that are `binary`."""
-    content: dict[str, Any] = {
-        "model_name": reply.model,
-        "model_version": str(reply.version),
-        "parameters": {
-            "queue_ms": round(reply.queue_s * 1e3, 3),
-            "switch_ms": round(reply.switch_s * 1e3, 3),
-            "compute_ms": round(reply.compute_s * 1e3, 3),
-            "copied_bytes": reply.copied_bytes,
-        },
-    }
-    if isinstance(request_id, str):
-        content["id"] = request_id
-    content["outputs"], raw = encode(outputs, binary)
-    text = dump(content)
-    if not binary:
-        return Response(text, media_type="application/json")
-    headers = {HEADER: str(len(text))}
-    return Response(b"".join([text, *raw]), headers=headers, media_type="application/octet-stream")
-
-
-def _error_response(request: Request, error: Exception) -> Response:
-    """Return the response to a request that raised `error`."""
-    if isinstance(error, HTTPException):
-        return JSONResponse({"error": error.detail}, error.status_code, error.headers)
-    if isinstance(error, TorchRelayError):
-        code = next((code for kind, code in _STATUS.items() if isinstance(error, kind)), 500)
-        headers = {"Retry-After": "1"} if code in (429, 503) else None
-        return JSONResponse({"error": str(error), "type": type(error).__name__}, code, headers)
-    _log.error("%s %s failed", request.method, request.scope["path"], exc_info=error)
-    return JSONResponse({"error": f"the server failed: {type(error).__name__}: {error}"}, 500)
-
-
-async def _reply(scope: Scope, future: Future[Reply]) -> Reply:
-    """Wait for the reply; take the request off the queue if the client closes its connection."""
-    scope[ON_DISCONNECT] = future.cancel
-    loop, thread, ended = asyncio.get_running_loop(), threading.get_ident(), asyncio.Event()
-
-    def wake(_: object) -> None:
-        if threading.get_ident() == thread:  # as is usual: nothing needs to interrupt the loop
-            ended.set()
-        else:
-            loop.call_soon_threadsafe(ended.set)
-
-    future.add_done_callback(wake)
-    try:
-        await ended.wait()
-        return future.result()
-    except (asyncio.CancelledError, CancelledError) as error:
-        future.cancel()
-        raise UnavailableError("the client closed its connection, or the server ends") from error
+def _arguments(request: HttpRequest) -> dict[str, Any]:
+    """Return the JSON object of a body that may be empty."""
+    return parse_body(request.body or b"{}", None)[0]
 
 
 def _options(parameters: object) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 import select
 import threading
@@ -112,8 +111,10 @@ class Loop:
 
     def post(self, function: Callable[[], object]) -> None:
         """Run `function` as :meth:`call`, unless the loop has ended."""
-        with contextlib.suppress(UnavailableError):
+        try:
             self.call(function)
+        except UnavailableError:
+            return
 
     def handle(self, event: Callable[[], None]) -> None:
         """Run the handler of an event within :meth:`call`; its error ends the loop."""

@@ -7,14 +7,16 @@ import math
 import time
 from bisect import insort
 from collections.abc import Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import torch
 
 from torchrelay.errors import OperationTimeoutError, OverloadedError, TorchRelayError
+from torchrelay.switching._contract import align
 
 __all__ = ["Reply", "Request", "RequestQueue", "new_id"]
 
@@ -25,8 +27,7 @@ _PATIENCE_S = 10.0
 new_id = itertools.count(1).__next__
 
 
-@dataclass(frozen=True)
-class Reply:
+class Reply(NamedTuple):
     """The outputs of one request, with its times.
 
     Large outputs lie in memory shared with a worker, which does not use it while a tensor over it
@@ -63,7 +64,7 @@ class Request:
     arrived: float = field(default_factory=time.monotonic)
     is_alone: bool = False  # runs in no batch (again)
 
-    @property
+    @cached_property
     def rank(self) -> tuple[int, float, int]:
         """Its place in the queue: the least is served first."""
         due = min(self.deadline, self.arrived + _PATIENCE_S)
@@ -76,14 +77,21 @@ class Request:
         return sizes.pop() if len(sizes) == 1 else 0
 
     @cached_property
+    def size_bytes(self) -> int:
+        """What its inputs take in a request buffer."""
+        return sum([align(tensor.nbytes) for tensor in self.inputs.values()])
+
+    @cached_property
     def shape(self) -> dict[str, tuple[torch.dtype, torch.Size]]:
         """What requests of one batch have in common."""
         return {name: (tensor.dtype, tensor.shape[1:]) for name, tensor in self.inputs.items()}
 
     def succeed(self, result: object) -> None:
         """Set the result; the end of the daemon may have set an error first."""
-        if not self.future.done():
+        try:
             self.future.set_result(result)
+        except InvalidStateError:
+            return
 
     def fail(self, error: TorchRelayError) -> None:
         """Set the error, unless there is a result or the request was cancelled."""
@@ -100,6 +108,7 @@ class RequestQueue:
         self._limit = limit
         self._client_limit = client_limit
         self._waiting: list[Request] = []
+        self.next_deadline = math.inf  # of those that wait, or an earlier one that was met
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -130,7 +139,8 @@ class RequestQueue:
 
     def push_back(self, request: Request) -> None:
         """Queue a request again, ignoring the limits."""
-        insort(self._waiting, request, key=lambda one: one.rank)
+        insort(self._waiting, request, key=attrgetter("rank"))
+        self.next_deadline = min(self.next_deadline, request.deadline)
 
     def remove(self, request: Request) -> bool:
         """Take `request` off the queue, if it is there; return whether it was."""
@@ -139,15 +149,14 @@ class RequestQueue:
         self._waiting.remove(request)
         return True
 
-    def next_deadline(self) -> float:
-        return min((request.deadline for request in self._waiting), default=math.inf)
-
     def take_expired(self) -> list[tuple[Request, OperationTimeoutError]]:
         """Remove and return the expired requests, with their errors."""
         now = time.monotonic()
+        if self.next_deadline > now:
+            return []
         expired = [one for one in self._waiting if one.deadline <= now]
-        for request in expired:
-            self.remove(request)
+        self._waiting = [one for one in self._waiting if one.deadline > now]
+        self.next_deadline = min((one.deadline for one in self._waiting), default=math.inf)
         text = "a request to {!r} waited {:.3f} s and missed its deadline"
         return [
             (one, OperationTimeoutError(text.format(one.model, now - one.arrived)))

@@ -71,25 +71,26 @@ class RequestBuffer:
     def started(self, request_id: int) -> None:
         self._started[0] = request_id
 
-    def write(self, tensors: Mapping[str, torch.Tensor], start: int) -> list[Written]:
-        """Write `tensors` from the aligned byte `start`, and return where they are.
+    def write(self, tensors: Mapping[str, torch.Tensor], start: int) -> tuple[list[Written], int]:
+        """Write `tensors` from the aligned byte `start`; return where they are, and their end.
 
         Raises:
             CapacityError: they do not fit.
         """
-        needed, left = sum(align(one.nbytes) for one in tensors.values()), self.size_bytes - start
-        if needed > left:
-            raise CapacityError(
-                f"the outputs take {needed} bytes, {left} of the request buffer are left; start "
-                "with larger request_bytes"
-            )
         written, offset = [], start
         for name, tensor in tensors.items():
             plain = tensor.resolve_conj().resolve_neg().contiguous()
-            ctypes.memmove(self._tensors + offset, plain.data_ptr(), plain.nbytes)
+            size_bytes, left = plain.nbytes, self.size_bytes - offset
+            if size_bytes > left:
+                raise CapacityError(
+                    f"the outputs take {sum(one.nbytes for one in tensors.values())} bytes, "
+                    f"{self.size_bytes - start} of the request buffer are left; start with larger "
+                    "request_bytes"
+                )
+            ctypes.memmove(self._tensors + offset, plain.data_ptr(), size_bytes)
             written.append((name, str(tensor.dtype), tuple(tensor.shape), offset))
-            offset += align(plain.nbytes)
-        return written
+            offset += align(size_bytes)
+        return written, offset
 
     def read(self, written: list[Written]) -> dict[str, torch.Tensor]:
         """Return copies of the tensors that :meth:`write` wrote."""

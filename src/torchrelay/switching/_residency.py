@@ -10,6 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 from torchrelay.errors import TorchRelayError
 from torchrelay.switching._arena import Arena
@@ -31,11 +32,13 @@ _AHEAD = 2
 class Served:
     """A model that is loaded or loading."""
 
+    name: str = field(init=False)
     model: StoredModel
     grouped: Grouped
     priority: int
+    key: tuple[int, int] = field(init=False)  # the version and plan that a worker must have loaded
     ready: Future[None] = field(default_factory=Future)
-    plan: int = 0
+    is_settled: bool = False  # whether `ready` is done
     profiling: bool = False
     regroup: Grouped | None = None  # applied once no copy or request uses the old groups
     runs_whole: bool = False  # requests start when all groups have arrived
@@ -45,27 +48,23 @@ class Served:
     seconds: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     _copies: dict[int, list[Copy]] = field(default_factory=dict)
 
-    @property
-    def name(self) -> str:
-        return self.model.name
-
-    @property
-    def key(self) -> tuple[int, int]:
-        """The version and plan that a worker must have loaded."""
-        return self.model.version, self.plan
+    def __post_init__(self) -> None:
+        self.name, self.key = self.model.name, (self.model.version, 0)
 
     def apply_regroup(self) -> None:
         """Use the groups of `regroup` from now on; requests can run."""
         assert self.regroup is not None
         self.grouped, self.regroup = self.regroup, None
-        self.plan += 1
+        self.key = self.model.version, self.key[1] + 1
         self._copies.clear()
         if not self.ready.done():
+            self.is_settled = True
             self.ready.set_result(None)
 
     def fail(self, error: TorchRelayError) -> None:
         """Fail those that wait for the model to be ready."""
         if not self.ready.done():
+            self.is_settled = True
             self.ready.set_exception(error)
 
     def copies(self, group: int, offset_bytes: int) -> list[Copy]:
@@ -94,9 +93,8 @@ def merged_copies(model: StoredModel, grouped: Grouped, group: int) -> list[Copy
     return [Copy(model.bytes(start, end), offset) for start, end, offset in runs]
 
 
-@dataclass(frozen=True)
-class Pinned:
-    """A model that is not evicted until :meth:`Residency.unpin`."""
+class Pinned(NamedTuple):
+    """A model that is not evicted until :meth:`Arena.release`."""
 
     offsets: tuple[int, ...]  # of its groups, in bytes
     missing: list[int]  # groups that are still to arrive, in that order
@@ -165,15 +163,11 @@ class Residency:
             self._copier.submit(self._run, job)
         return Pinned(placement.offsets, list(job.pending) if job else [], copied_bytes)
 
-    def unpin(self, name: str) -> None:
-        """Undo one :meth:`pin`."""
-        self.arena.release(name)
-
     def prefetch(self, served: Served) -> bool:
         """Start copying the model ahead of its request; False if the space is in use."""
         if self.pin(served) is None:
             return False
-        self.unpin(served.name)
+        self.arena.release(served.name)
         return True
 
     def cancel_copies(self, *, keep: str = "") -> None:

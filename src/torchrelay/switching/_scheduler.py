@@ -95,10 +95,12 @@ class TrainingHandle:
 class TrainingScheduler:
     """Runs one task at a time, in the order of submission. The loop's lock protects it."""
 
+    does = "training"
+
     def __init__(self, fleet: Fleet) -> None:
         self.waiting: deque[TrainingHandle] = deque()
         self.running: TrainingHandle | None = None
-        self.worker: WorkerProcess | None = None  # of the running task
+        self._worker: WorkerProcess  # of the running task
         self._is_pausing = False
         self._fleet = fleet
 
@@ -119,27 +121,28 @@ class TrainingScheduler:
         if worker is None:
             return
         task = self.waiting.popleft()
-        worker.request_id = request_id = new_id()
-        self.running, self.worker, self._is_pausing = task, worker, False
-        train = _messages.Train(request_id, task.name, task.factory, task.steps, task.save_every)
+        worker.work_for(self)
+        self._run_id = new_id()
+        self.running, self._worker, self._is_pausing = task, worker, False
+        train = _messages.Train(self._run_id, task.name, task.factory, task.steps, task.save_every)
         worker.send(train, task._state)
 
     def pause(self) -> None:
         """Pause the running task at the end of its step."""
-        if self.worker is not None and not self._is_pausing:
+        if self.running is not None and not self._is_pausing:
             self._is_pausing = True
-            self.worker.send(_messages.Stop(self.worker.request_id))
+            self._worker.send(_messages.Stop(self._run_id))
 
-    def on_message(self, message: object, descriptors: list[int]) -> None:
+    def on_message(self, worker: WorkerProcess, message: object, descriptors: list[int]) -> None:
         """Handle a message of the running task's worker."""
-        task, worker = self.running, self.worker
-        assert task is not None and worker is not None
+        task = self.running
+        assert task is not None
         if isinstance(message, _messages.Saved):
             task._advance(message.step, descriptors)
             if not message.ended:
                 return
         worker.release()
-        self.running = self.worker = None
+        self.running = None
         if isinstance(message, _messages.Failed):
             task._fail(from_json(message.error, ModelError))
         elif isinstance(message, _messages.Saved) and message.ended == "done":
@@ -152,10 +155,8 @@ class TrainingScheduler:
 
     def on_lost(self, worker: WorkerProcess) -> None:
         """Resume from the last state after a worker died; fail the task if this repeats."""
-        task = self.running
-        if task is None or self.worker is not worker:
-            return
-        self.running = self.worker = None
+        task, self.running = self.running, None
+        assert task is not None
         task._losses += 1
         if task._is_cancelled:
             task._fail(CancelledError())

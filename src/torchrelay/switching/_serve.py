@@ -60,8 +60,8 @@ def serve(file: ModelsFile, *, report: Callable[[str], None] = print) -> None:
         from torchrelay.switching._http import Application  # noqa: PLC0415
     except ImportError as error:
         raise UnavailableError(
-            "serving needs starlette, uvicorn, httptools and prometheus-client: pip install "
-            f"starlette uvicorn httptools prometheus-client ({error})"
+            "serving needs httptools and prometheus-client: pip install httptools "
+            f"prometheus-client ({error})"
         ) from error
     options = file.server
     with (
@@ -79,7 +79,7 @@ def serve(file: ModelsFile, *, report: Callable[[str], None] = print) -> None:
         gc.freeze()  # what is here stays: torch's objects would be searched again and again
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, server.end)
-        switcher.run(server.serve(sockets=[listener])).result()
+        switcher.run(server.serve(listener)).result()
         switcher.close(server.grace_left_s)
         if switcher.failure is not None:
             raise switcher.failure

@@ -104,9 +104,9 @@ class StoredModel:
     offsets: tuple[int, ...]  # bytes from the start of the segment, one for each storage
     segment: Segment
     inputs: tuple[InputSpec, ...]
-    version: int
     max_batch_size: int = 0
     max_delay_us: int = 0
+    version: int = 0
 
     @cached_property
     def specs(self) -> dict[str, InputSpec]:
@@ -212,22 +212,13 @@ class ModelStore(Resource):
             _check_hidden(name, module, storages)
         *offsets, end_bytes = accumulate(map(align, layout.storages), initial=0)
         segment = Segment.create(max(end_bytes, 1), f"torchrelay-model-{name}"[:200])
+        batching = max_batch_size, max_delay_us
+        model = StoredModel(name, made, layout, tuple(offsets), segment, specs, *batching)
+        for index, storage in enumerate(storages):
+            model.storage(index).copy_(storage.bytes())
         with self._lock:
             version = self._versions[name] = self._versions.get(name, 0) + 1
-            model = StoredModel(
-                name,
-                made,
-                layout,
-                tuple(offsets),
-                segment,
-                specs,
-                version,
-                max_batch_size,
-                max_delay_us,
-            )
-            for index, storage in enumerate(storages):
-                model.storage(index).copy_(storage.bytes())
-            self._models[name] = model
+            self._models[name] = model = replace(model, version=version)
         return model
 
     def get(self, name: str) -> StoredModel:

@@ -92,7 +92,7 @@ def check_tensors(inputs: object) -> None:
             )
 
 
-def parse_body(body: bytes, header_length: str | None) -> Body:
+def parse_body(body: bytes | bytearray, header_length: str | None) -> Body:
     """Split a request or response body into its JSON object and the bytes behind it.
 
     Raises:
@@ -104,7 +104,7 @@ def parse_body(body: bytes, header_length: str | None) -> Body:
     except ValueError:
         length = -1
     if not 0 <= length <= len(body):
-        raise ArgumentError(f"{HEADER} is {header_length!r}, the body has {len(body)} bytes")
+        raise ArgumentError(f"{HEADER} is {header_length!r}; the body has {len(body)} bytes")
     if length > _JSON_BYTES:
         raise CapacityError(
             f"the JSON takes {length} bytes, and at most {_JSON_BYTES} are read; send the tensors "

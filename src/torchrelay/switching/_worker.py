@@ -14,7 +14,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from torchrelay.switching._binding import Arrivals, Binding, prepare
 from torchrelay.switching._cache import SharedCache
 from torchrelay.switching._planner import Grouped
 from torchrelay.switching._profile import Profile, profile_module
-from torchrelay.switching._request_buffer import RequestBuffer
+from torchrelay.switching._request_buffer import RequestBuffer, Written
 
 __all__ = ["main"]
 
@@ -102,12 +102,19 @@ class ModelRunner:
                 return
             if isinstance(message, _messages.Load):
                 self._load(message)
-            elif isinstance(message, _messages.Run):
-                with self._reporting(message.request_id):
-                    self._run(message)
-            elif isinstance(message, _messages.Train):
-                with self._reporting(message.request_id):
-                    _training.run(message, descriptors, self._channel, self._was_stopped)
+            elif isinstance(message, _messages.Run | _messages.Train):
+                self._request_id = message.request_id
+                try:
+                    if isinstance(message, _messages.Run):
+                        self._run(message)
+                    else:
+                        _training.run(message, descriptors, self._channel, self._was_stopped)
+                except PeerLostError:  # the daemon
+                    raise
+                except (Exception, SystemExit, _StoppedError) as error:
+                    failed = _messages.Failed(message.request_id, _described(error))
+                    self._channel.send(failed)
+                    self._check_device()
             # What belongs to a request that has ended meanwhile is of no use any more.
 
     def _receive(self, timeout_s: float | None = None) -> tuple[Any, list[int]]:
@@ -156,12 +163,13 @@ class ModelRunner:
             return _to(buffer.read(run.inputs), self._device)
 
         results = self._forward(loaded, inputs)
+        profile, written = None, list[Written]()
         if run.is_profile:
             results = None  # they may view weights, which move now
-            profile, written = () if run.whole else self._profiled(loaded, inputs()), []
+            profile = () if run.whole else self._profiled(loaded, inputs())
         else:
             outputs = {name: value.cpu() for name, value in _named(results).items()}
-            profile, written = None, buffer.write(outputs, run.outputs_at)
+            written, _ = buffer.write(outputs, run.outputs_at)
         compute_s = time.perf_counter() - start - bound_s
         self._channel.send(_messages.Result(run.request_id, written, bound_s, compute_s, profile))
 
@@ -210,18 +218,6 @@ class ModelRunner:
             results = module(**inputs())
         loaded.is_plain = True
         return results
-
-    @contextlib.contextmanager
-    def _reporting(self, request_id: int) -> Iterator[None]:
-        """Report the error of a request; only the loss of the daemon ends the worker."""
-        self._request_id = request_id
-        try:
-            yield
-        except PeerLostError:
-            raise
-        except (Exception, SystemExit, _StoppedError) as error:
-            self._channel.send(_messages.Failed(request_id, _described(error)))
-            self._check_device()
 
     def _check_device(self) -> None:
         """End the process if the error broke its CUDA context, in which nothing runs any more."""

@@ -431,7 +431,7 @@ def test_closing_answers_what_is_queued_and_refuses_what_comes_later(store: Mode
     queued = [switcher.submit("slow", slow_inputs(seconds)) for seconds in (1.0, 0.0, 0.0)]
     closing = threading.Thread(target=switcher.close, kwargs={"grace_s": WAIT_S})
     closing.start()
-    eventually(lambda: switcher._daemon._draining_until is not None)
+    eventually(lambda: switcher._daemon.is_draining)
     with pytest.raises(UnavailableError, match=r"shutting down|closed"):
         switcher.infer("slow", slow_inputs(0.0))
     for future in queued:

@@ -8,19 +8,24 @@ import contextlib
 import json
 import socket
 from collections.abc import Awaitable, Callable
-from functools import partial
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import uvicorn
 
 import switching_models as models
 from torchrelay.config import Switching
 from torchrelay.errors import CapacityError, UnavailableError
 from torchrelay.switching import ModelStore, _connections, _http, _tensors
-from torchrelay.switching._connections import Connection, bind
+from torchrelay.switching._connections import (
+    HttpError,
+    HttpRequest,
+    HttpResponse,
+    HttpServer,
+    bind,
+)
 from torchrelay.switching._models_file import ModelEntry
 from torchrelay.switching._tensors import decode, encode, parse_body
 
@@ -32,40 +37,24 @@ class Caller:
 
     def __init__(self, store: ModelStore, **settings: Any) -> None:
         no_switcher: Any = SimpleNamespace(failure=None)
-        self._app = _http.Application(no_switcher, store, {"chain": ENTRY}, Switching(**settings))
+        self.app = _http.Application(no_switcher, store, {"chain": ENTRY}, Switching(**settings))
 
-    async def call(
-        self,
-        method: str,
-        path: str,
-        headers: dict[str, str] | None = None,
-        receive: Callable[[], Awaitable[Any]] | None = None,
-    ) -> tuple[int, dict[str, str], bytes]:
-        sent: list[dict[str, Any]] = []
-
-        async def empty() -> dict[str, Any]:
-            return {"type": "http.request", "body": b"", "more_body": False}
-
-        async def send(message: Any) -> None:
-            sent.append(message)
-
+    def call(self, method: str, path: str, headers: dict[str, str] | None = None) -> HttpResponse:
         given = {"host": "localhost:8000"} | (headers or {})
-        scope = {
-            "type": "http",
-            "method": method,
-            "path": path,
-            "query_string": b"",
-            "headers": [(name.encode(), value.encode()) for name, value in given.items()],
-        }
-        await self._app(scope, receive or empty, send)
-        answered = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
-        return sent[0]["status"], answered, sent[1]["body"]
+        request = HttpRequest(method, path, given)
+        responses: list[HttpResponse] = []
+        try:
+            self.app.check(request)
+        except HttpError as error:
+            return self.app.error(request, error)
+        self.app.answer(request, responses.append)
+        return responses[0]
 
     def status(self, method: str, path: str, **headers: str) -> int:
-        return asyncio.run(self.call(method, path, headers))[0]
+        return self.call(method, path, headers).status
 
     def error(self, method: str, path: str, **headers: str) -> str:
-        body = json.loads(asyncio.run(self.call(method, path, headers))[2])
+        body = json.loads(self.call(method, path, headers).body)
         assert isinstance(body["error"], str)
         return body["error"]
 
@@ -111,9 +100,9 @@ def test_the_key_is_asked_of_every_request_but_health(store: ModelStore) -> None
         assert server.status("GET", "/v2", authorization=wrong) == 401, wrong
     for right in ("Bearer opens it", "bearer opens it", f"Basic {basic}"):
         assert server.status("GET", "/v2", authorization=right) == 200, right
-    _, headers, body = asyncio.run(server.call("GET", "/v2"))
-    assert "Bearer KEY" in json.loads(body)["error"]
-    assert headers["www-authenticate"].startswith("Basic")  # a browser then asks for it
+    response = server.call("GET", "/v2")
+    assert "Bearer KEY" in json.loads(response.body)["error"]
+    assert response.headers["WWW-Authenticate"].startswith("Basic")  # a browser then asks for it
 
 
 def test_models_are_not_loaded_or_unloaded_by_clients_unless_allowed(store: ModelStore) -> None:
@@ -129,17 +118,9 @@ def test_every_error_is_json(store: ModelStore) -> None:
     server = Caller(store)
     assert server.error("GET", "/v3") == "the server has no path /v3"
     assert server.error("DELETE", "/v2") == "/v2 does not take DELETE"
-    _, headers, _ = asyncio.run(server.call("DELETE", "/v2"))
-    assert headers["allow"] == "GET"
+    assert server.call("DELETE", "/v2").headers["Allow"] == "GET"
     assert "no model 'none'" in server.error("GET", "/v2/models/none")
     assert server.status("HEAD", "/v2") == 200 and server.status("HEAD", "/v2/models/chain") == 200
-
-
-async def half_a_body(sent: list[bytes], given_up: asyncio.Event) -> dict[str, Any]:
-    if sent:
-        return {"type": "http.request", "body": sent.pop(), "more_body": True}
-    await given_up.wait()
-    return {"type": "http.disconnect"}
 
 
 def test_unfinished_bodies_take_a_bounded_memory(
@@ -147,50 +128,72 @@ def test_unfinished_bodies_take_a_bounded_memory(
 ) -> None:
     """Beyond it requests are refused at once; it is free again when the others are given up."""
     monkeypatch.setattr(_http, "_HEADER_BYTES", 0)
-    server = Caller(store, request_bytes=1000)
+    app = Caller(store, request_bytes=1000).app
+    head = b"POST /v2/models/chain/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"
 
-    async def attack() -> list[int]:
-        path, given_up = "/v2/models/chain/infer", asyncio.Event()
-        receives = [partial(half_a_body, [b"x" * 900], given_up) for _ in range(6)]
-        calls = [asyncio.create_task(server.call("POST", path, None, one)) for one in receives]
-        await asyncio.wait(calls[4:])
-        assert not any(call.done() for call in calls[:4])
-        given_up.set()
-        answers = await asyncio.gather(*calls)
-        late = await server.call("POST", path)
-        return [status for status, _, _ in (*answers, late)]
+    async def client(port: int) -> None:
+        opened = [await asyncio.open_connection("127.0.0.1", port) for _ in range(7)]
+        for _, writer in opened[:4]:
+            writer.write(head % 1000 + b"x" * 900)
+        await asyncio.sleep(0.2)
+        for reader, writer in opened[4:6]:
+            writer.write(head % 1000 + b"x" * 900)
+            assert b"429 Too Many Requests" in await reader.readuntil(b"\r\n\r\n")
+        reader, writer = opened[6]
+        writer.write(head % 1001 + b"x" * 1001)  # the four still take their memory
+        answer = await reader.readuntil(b"\r\n\r\n")
+        assert b"413" in answer or b"429" in answer
+        for _, one in opened:
+            one.close()
+        await asyncio.sleep(0.2)
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(head % 900 + b"x" * 900)
+        assert b"400 Bad Request" in await reader.readuntil(b"\r\n\r\n")  # read, and no JSON
+        writer.close()
 
-    assert asyncio.run(attack()) == [503, 503, 503, 503, 429, 429, 400]
+    serve(app, client)
 
 
-def serve_nothing(client: Callable[[int], Awaitable[None]]) -> None:
-    """Run ``client`` with the port of a server whose application answers "ok" to everything; at
-    /early, before it has the body.
-    """
+class Ok:
+    """An application that answers "ok" to everything; at /early, before it has the body."""
 
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        message: dict[str, Any] = {"type": "", "more_body": scope["path"] != "/early"}
-        while message.get("more_body"):
-            message = await receive()
-        if message["type"] == "http.disconnect":
-            return
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body", "body": b"ok"})
+    max_body_bytes = 1000
+
+    def check(self, request: HttpRequest) -> None:
+        if request.path == "/early":
+            raise HttpError(200, "ok")
+
+    def error(self, request: HttpRequest, error: Exception) -> HttpResponse:
+        status = error.status if isinstance(error, HttpError) else 500
+        return HttpResponse(str(error).encode(), status)
+
+    def answer(
+        self, request: HttpRequest, respond: Callable[[HttpResponse], object]
+    ) -> Future[Any] | None:
+        respond(HttpResponse(b"ok"))
+        return None
+
+
+def serve(app: Any, client: Callable[[int], Awaitable[None]]) -> None:
+    """Run ``client`` with the port of a server of `app`."""
 
     async def run() -> None:
         with bind("127.0.0.1", 0) as listener:
-            config = uvicorn.Config(app, http=Connection, lifespan="off", log_level="error")
-            server = uvicorn.Server(config)
-            task = asyncio.create_task(server.serve(sockets=[listener]))
-            while not server.started:
-                await asyncio.sleep(0.01)
+            started = asyncio.Event()
+            server = HttpServer(app, 10.0, started.set, lambda: False)
+            task = asyncio.create_task(server.serve(listener))
+            await started.wait()
             try:
                 await client(listener.getsockname()[1])
             finally:
-                server.should_exit = True
+                server.is_ending = True
                 await task
 
     asyncio.run(run())
+
+
+def serve_nothing(client: Callable[[int], Awaitable[None]]) -> None:
+    serve(Ok(), client)
 
 
 REQUEST = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
@@ -205,7 +208,7 @@ def test_idle_connections_lock_nobody_out(monkeypatch: pytest.MonkeyPatch) -> No
         for _ in range(2):
             writer.write(REQUEST)
             assert b"200 OK" in await reader.readuntil(b"\r\n\r\n")
-            assert await reader.readuntil(b"0\r\n\r\n")
+            assert await reader.readexactly(2) == b"ok"
         for old, _ in idle[:13]:  # the first are those that were closed
             with contextlib.suppress(ConnectionResetError):
                 assert await old.read() == b""
@@ -241,7 +244,7 @@ def test_connections_are_closed_that_send_a_body_after_the_answer(
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(b"POST /early HTTP/1.1\r\nHost: localhost\r\nContent-Length: 3\r\n\r\n")
         assert b"200 OK" in await reader.readuntil(b"\r\n\r\n")
-        assert await reader.readuntil(b"0\r\n\r\n")
+        assert await reader.readexactly(2) == b"ok"
         writer.write(b"abc")
         with contextlib.suppress(ConnectionResetError):
             assert await reader.read() == b""
@@ -272,12 +275,51 @@ def test_heads_without_a_body_are_sent() -> None:
     async def client(port: int) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(b"HEAD / HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        assert b"200 OK" in await reader.readuntil(b"\r\n\r\n")
+        answer = await reader.readuntil(b"\r\n\r\n")
+        assert b"200 OK" in answer and b"Content-Length: 2" in answer
         expecting = b"Host: localhost\r\nContent-Length: 2\r\nExpect: 100-continue\r\n\r\n"
         writer.write(b"POST / HTTP/1.1\r\n" + expecting)
         assert b"100 Continue" in await reader.readuntil(b"\r\n\r\n")
         writer.write(b"{}")
         assert b"200 OK" in await reader.readuntil(b"\r\n\r\n")
+        writer.close()
+
+    serve_nothing(client)
+
+
+def test_what_is_sent_ahead_is_answered_in_order() -> None:
+    """More at once than calls may nest, and none before the client reads."""
+
+    async def client(port: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(REQUEST * 5000 + REQUEST.replace(b" / ", b" /early ") + REQUEST)
+        for _ in range(5002):
+            assert b"200 OK" in await reader.readuntil(b"\r\n\r\n")
+            assert await reader.readexactly(2) == b"ok"
+        writer.close()
+
+    serve_nothing(client)
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        (b"nonsense\r\n\r\n", b"400"),
+        (b"GET / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: what\r\n\r\n", b"400"),
+        (b"GET / HTTP/1.1\r\nX: " + b"x" * 100_000, b"431"),
+        (b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nokx", b"400"),
+        (REQUEST + b"\0\0", b"400"),
+        (b"GET / HTTP/1.0\r\n\r\n", b"200"),
+        (b"GET / HTTP/1.1\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n", b"200"),
+    ],
+)
+def test_connections_are_closed_on_which_no_more_can_be_read(sent: bytes, status: bytes) -> None:
+    async def client(port: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(sent)
+        answers = (await reader.read()).split(b"HTTP/1.1 ")[1:]
+        assert answers[-1].startswith(status) and b"Connection: close" in answers[-1]
+        assert len(answers) == 1 + sent.startswith(REQUEST)
         writer.close()
 
     serve_nothing(client)

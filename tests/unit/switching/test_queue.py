@@ -17,4 +17,4 @@ def test_requests_with_deadlines_do_not_hold_back_one_without_for_ever() -> None
     urgent = Request("b", {}, priority=1, arrived=1020.0)
     queue.push(urgent)
     assert next(iter(queue)) is urgent
-    assert queue.next_deadline() == 1001.0
+    assert queue.next_deadline == 1001.0

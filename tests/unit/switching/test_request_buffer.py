@@ -20,7 +20,7 @@ def filled(value: float, count: int = LARGE) -> dict[str, torch.Tensor]:
 
 def answer(pool: BufferPool, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """What the daemon returns after a worker has written `tensors` as outputs."""
-    return pool.take(pool.current.write(tensors, 512))
+    return pool.take(pool.current.write(tensors, 512)[0])
 
 
 @pytest.mark.parametrize("lent", [False, True])
@@ -41,7 +41,7 @@ def test_every_kind_of_tensor_crosses_with_its_bits(lent: bool) -> None:
         "negative": complex_values.conj().imag,
         "float64": torch.randn(2, 3, 4, dtype=torch.float64),
     }
-    described = theirs.write(tensors, 1024)
+    described = theirs.write(tensors, 1024)[0]
     read = ours.lend(described, lambda: None) if lent else ours.read(described)
     assert list(read) == list(tensors)
     for name, tensor in tensors.items():
