@@ -28,6 +28,19 @@ using std::chrono::milliseconds;
 
 constexpr microseconds kBetweenSignalChecks{50000};
 
+// What was received: bytes of a Message, in the form of Python's buffer protocol.
+struct ReceivedBytes {
+  Message message;
+};
+
+int get_buffer(PyObject* self, Py_buffer* view, int flags) {
+  const Message& message = nb::inst_ptr<ReceivedBytes>(self)->message;
+  return PyBuffer_FillInfo(view, self, message.data(), static_cast<Py_ssize_t>(message.size_bytes()), 1,
+                           flags);
+}
+
+PyType_Slot received_slots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(get_buffer)}, {0, nullptr}};
+
 // An endpoint for Python, where two threads may call at once: they take turns.
 class PythonEndpoint {
  public:
@@ -47,9 +60,15 @@ class PythonEndpoint {
     endpoint_->disconnect(peer);
   }
 
-  void send(std::uint32_t peer, const nb::bytes& data) {
-    Message message = Message::allocate(data.size());
+  // `contents` follow `data`; a buffer of Python.
+  void send(std::uint32_t peer, const nb::bytes& data, nb::handle contents) {
+    Py_buffer view;
+    if (PyObject_GetBuffer(contents.ptr(), &view, PyBUF_SIMPLE) != 0) throw nb::python_error();
+    const auto size_bytes = static_cast<std::size_t>(view.len);
+    Message message = Message::allocate(data.size() + size_bytes);
     if (data.size() != 0) std::memcpy(message.data(), data.c_str(), data.size());
+    if (size_bytes != 0) std::memcpy(message.data() + data.size(), view.buf, size_bytes);
+    PyBuffer_Release(&view);
     const nb::gil_scoped_release released;
     const std::lock_guard lock(mutex_);
     endpoint_->send(peer, std::move(message));
@@ -61,7 +80,7 @@ class PythonEndpoint {
       const auto left = std::chrono::duration_cast<microseconds>(deadline - std::chrono::steady_clock::now());
       Message message;
       if (receive_for(message, std::clamp(left, microseconds(0), kBetweenSignalChecks)))
-        return nb::bytes(message.data(), message.size_bytes());
+        return nb::steal(PyMemoryView_FromObject(nb::cast(ReceivedBytes{std::move(message)}).ptr()));
       if (left <= kBetweenSignalChecks) return nb::none();
       check_signals();
     }
@@ -113,13 +132,17 @@ void make_tls(transport::Tls* self, const std::string& library_path, const nb::b
 }  // namespace
 
 void register_endpoint(nb::module_& module) {
+  nb::class_<ReceivedBytes>(module, "_ReceivedBytes", nb::type_slots(received_slots));
+
   nb::class_<PythonEndpoint>(module, "Endpoint", "Sends and receives messages; threads take turns.")
       .def_prop_ro("address", &PythonEndpoint::address)
       .def("connect", &PythonEndpoint::connect, "peer"_a, "address"_a)
       .def("disconnect", &PythonEndpoint::disconnect, "peer"_a)
-      .def("send", &PythonEndpoint::send, "peer"_a, "data"_a)
+      .def("send", &PythonEndpoint::send, "peer"_a, "data"_a, "contents"_a = nb::bytes("", 0),
+           nb::sig("def send(self, peer: int, data: bytes, contents: bytes | memoryview = b'') -> None"),
+           "Sends `data`, and then `contents`, in one message.")
       .def("receive", &PythonEndpoint::receive, "timeout_s"_a,
-           nb::sig("def receive(self, timeout_s: float) -> bytes | None"));
+           nb::sig("def receive(self, timeout_s: float) -> memoryview | None"));
 
   nb::class_<Network>(module, "Network", "Opens endpoints.")
       .def(

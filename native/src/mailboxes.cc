@@ -10,6 +10,9 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
+// One side publishes its progress this often in a ring, so that the other copies meanwhile.
+constexpr std::size_t kPartsPerRing = 8;
+
 // Negative tags are ours.
 void require_tag(const char* operation, std::int32_t tag) {
   if (tag < 0)
@@ -155,14 +158,15 @@ bool Mailboxes::step(std::unique_lock<std::mutex>& guard) {
 
 bool Mailboxes::push(std::vector<Ended>& ended) {
   bool moved = false;
-  const std::size_t capacity = group_.shape().mailbox_bytes - sizeof(Ring);
+  const std::size_t capacity = group_.shape().mailbox_bytes - sizeof(Ring), part = capacity / kPartsPerRing;
   for (int to = 0; to < group_.size(); ++to) {
     auto& queue = outgoing_[static_cast<std::size_t>(to)];
-    bool wrote = false;
-    while (!queue.empty()) {
+    Ring& out = ring(group_.rank(), to);
+    const std::uint64_t start = out.written.load(std::memory_order_relaxed);
+    std::uint64_t at = start, announced = start;
+    while (!queue.empty() && at - start < capacity) {  // then it is the other peers' turn
       Transfer& transfer = *queue.front();
-      Ring& out = ring(group_.rank(), to);
-      std::uint64_t at = out.written.load(std::memory_order_relaxed);
+      const std::uint64_t before = at;
       std::size_t space = capacity - static_cast<std::size_t>(at - out.read.load(std::memory_order_acquire));
       if (!transfer.begun_) {
         if (space < sizeof(Frame)) break;
@@ -172,17 +176,22 @@ bool Mailboxes::push(std::vector<Ended>& ended) {
         space -= sizeof frame;
         transfer.begun_ = true;
       }
-      const std::size_t size = std::min(space, transfer.data_.size_bytes - transfer.moved_);
+      const std::size_t size = std::min({space, part, transfer.data_.size_bytes - transfer.moved_});
       out.put(capacity, at, transfer.data_.data + transfer.moved_, size);
-      if (at + size == out.written.load(std::memory_order_relaxed)) break;  // the ring is full
-      out.written.store(at + size, std::memory_order_release);
+      at += size;
+      if (at == before) break;  // the ring is full
+      out.written.store(at, std::memory_order_release);
+      if (at - announced >= part) {
+        group_.notify(to);
+        announced = at;
+      }
       transfer.moved_ += size;
-      wrote = moved = true;
-      if (transfer.moved_ < transfer.data_.size_bytes) break;
+      if (transfer.moved_ < transfer.data_.size_bytes) continue;
       ended.push_back({queue.front(), nullptr});
       queue.pop_front();
     }
-    if (wrote) group_.notify(to);
+    if (at != announced) group_.notify(to);
+    moved |= at != start;
   }
   return moved;
 }
@@ -190,24 +199,29 @@ bool Mailboxes::push(std::vector<Ended>& ended) {
 bool Mailboxes::pull(int from, std::vector<Ended>& ended) {
   Inbox& inbox = inboxes_[static_cast<std::size_t>(from)];
   Ring& in = ring(from, group_.rank());
-  const std::size_t capacity = group_.shape().mailbox_bytes - sizeof(Ring);
+  const std::size_t capacity = group_.shape().mailbox_bytes - sizeof(Ring), part = capacity / kPartsPerRing;
   const std::uint64_t start = in.read.load(std::memory_order_relaxed);
+  std::uint64_t announced = start;
   while (inbox.open || open_frame(from, ended)) {
     const std::uint64_t at = in.read.load(std::memory_order_relaxed);
     const auto there = static_cast<std::size_t>(in.written.load(std::memory_order_acquire) - at);
-    const auto size = std::min<std::size_t>(there, inbox.frame.size_bytes - inbox.got);
+    const auto size = std::min<std::size_t>({there, part, inbox.frame.size_bytes - inbox.got});
     std::byte* to = inbox.target ? inbox.target->data_.data : inbox.scratch.data();
     in.take(capacity, at, to + inbox.got, size);
     in.read.store(at + size, std::memory_order_release);
+    if (at + size - announced >= part) {
+      group_.notify(from);
+      announced = at + size;
+    }
     inbox.got += size;
     if (inbox.got == inbox.frame.size_bytes)
       close_frame(from, ended);
     else if (size == 0)
       break;
   }
-  const bool moved = in.read.load(std::memory_order_relaxed) != start;
-  if (moved) group_.notify(from);
-  return moved;
+  const std::uint64_t end = in.read.load(std::memory_order_relaxed);
+  if (end != announced) group_.notify(from);
+  return end != start;
 }
 
 // Begins the next message, if it is here and somebody wants it or one behind it.

@@ -127,6 +127,53 @@ TEST(many_messages_both_ways_at_once) {
   CHECK(wrong == 0);
 }
 
+TEST(large_messages_of_any_size_both_ways_at_once) {
+  World world(2);
+  std::atomic<int> wrong{0};
+  std::vector<std::thread> threads;
+  for (int r = 0; r < 2; ++r)
+    threads.emplace_back([&, r] {
+      // Around a part of the ring, the ring, and many rings, and a last byte that no ring's size divides.
+      for (const std::size_t size : {1u, 495u, 496u, 497u, 3967u, 3968u, 3969u, 8191u, 100003u, 1000001u}) {
+        const auto pattern = [&](int from) {
+          std::vector<std::byte> bytes(size);
+          for (std::size_t i = 0; i < size; ++i)
+            bytes[i] = static_cast<std::byte>(i * 31 + i / 251 + static_cast<std::size_t>(from) * 7 + size);
+          return bytes;
+        };
+        auto out = pattern(r);
+        std::vector<std::byte> in(size), again(size);
+        Mailboxes& mail = world[r].mail;
+        const auto sent = mail.send({out.data(), size}, 1 - r, 0, 3, kLong);
+        const auto first = mail.receive({in.data(), size}, 1 - r, 0, 3, kLong);
+        const auto small = mail.send({out.data(), 1}, 1 - r, 1, 3, kLong);
+        const auto behind = mail.receive({again.data(), 1}, 1 - r, 1, 3, kLong);
+        for (const auto& t : {behind, first, sent, small}) world[r].wait(t);
+        const auto expected = pattern(1 - r);
+        if (in != expected || again[0] != expected[0]) ++wrong;
+      }
+    });
+  for (auto& thread : threads) thread.join();
+  CHECK(wrong == 0);
+}
+
+TEST(a_peer_is_lost_in_the_middle_of_a_message) {
+  World world(2);
+  auto out = numbers(1, 100000);
+  std::vector<int> in(out.size());
+  const auto half = world[0].send(out, 1);  // as much as the ring holds, because nobody receives it yet
+  world.ranks[0].reset();
+  CHECK_THROWS(Code::kPeerLost, half->ticket().wait(kLong, {}));
+  const auto received = world[1].receive(in, 0);
+  try {
+    (void)world[1].mail.wait(*received, kLong, {}, {});
+    CHECK(false);
+  } catch (const Error& error) {
+    CHECK(error.code() == Code::kPeerLost && error.ranks() == std::vector<int>{0});
+  }
+  CHECK(in[0] == 1 && in.back() == 0);
+}
+
 TEST(a_wrong_size_fails_the_receive_and_nothing_else) {
   World world(2);
   auto three = numbers(1, 3), four = numbers(1, 4);

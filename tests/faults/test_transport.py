@@ -32,7 +32,7 @@ def test_another_version_of_the_message_protocol_is_an_error() -> None:
         with pytest.raises(ProtocolError, match="version 99"):
             receiver.receive(30)
         sender.send(0, b"of this version")
-        assert receiver.receive(30) == b"of this version"
+        assert bytes(receiver.receive(30) or b"") == b"of this version"
 
 
 def test_oversized_messages_end_their_connection_only() -> None:
@@ -43,7 +43,7 @@ def test_oversized_messages_end_their_connection_only() -> None:
     careless.connect(1, receiver.address)
     careless.send(1, bytes(1001))
     sender.send(0, b"fits")
-    assert receiver.receive(30) == b"fits"
+    assert bytes(receiver.receive(30) or b"") == b"fits"
     for _ in range(600):
         assert receiver.receive(0.05) is None
         if network.ignored_connections:

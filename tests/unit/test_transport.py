@@ -88,5 +88,5 @@ def test_messages_of_endpoints_with_a_key() -> None:
     network = transport.network(settings, token=TOKEN)
     receiver, sender = network.open("receiver"), network.open("sender")
     sender.connect(0, receiver.address)
-    sender.send(0, b"hello")
-    assert receiver.receive(30) == b"hello"
+    sender.send(0, b"hello", memoryview(b" again"))
+    assert bytes(receiver.receive(30) or b"") == b"hello again"

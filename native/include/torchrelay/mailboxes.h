@@ -1,9 +1,10 @@
 // Messages between two ranks of a SharedGroup: send and receive that do not block, with tags.
 //
 // Each ordered pair of ranks has a ring of bytes in the segment. A message is a frame: its size, tag and
-// type, then its bytes, and may be larger than the ring. Messages of one pair and tag arrive in the order
-// they were sent. A message for which nothing is posted stays in the ring, unless another message behind it
-// is needed: then it is moved to memory.
+// type, then its bytes, and may be larger than the ring: both sides announce every part of it that they have
+// moved, so that one reads a part while the other writes the next. Messages of one pair and tag arrive in the
+// order they were sent. A message for which nothing is posted stays in the ring, unless another message
+// behind it is needed: then it is moved to memory.
 //
 // Transfers are driven by the threads that wait for one, else by a thread that starts with the first transfer
 // that does not end at once.
