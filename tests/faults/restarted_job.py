@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import torchrelay.aggregation  # noqa: F401 - registers sml
 from torchrelay import checkpoint
-from torchrelay.aggregation import _shm
+from torchrelay.aggregation import _native_planes
 from torchrelay.errors import StorageError
 from torchrelay.parameters import Embedding, Table, optim
 from torchrelay.world import Meeting, Ranks, World
@@ -38,7 +38,7 @@ def main(folder: str, store: str, *moments: str) -> None:
     if moment == "registered":
         Meeting._settle = die  # type: ignore[assignment,method-assign]
     if moment == "joining":
-        _shm.ShmPlane.__init__ = die  # type: ignore[assignment]
+        _native_planes.ShmPlane.__init__ = die  # type: ignore[assignment]
     if store == "torchrun":
         dist.init_process_group("sml")
     else:

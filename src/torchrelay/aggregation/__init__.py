@@ -29,10 +29,9 @@ from torchrelay import _autoload, _telemetry
 from torchrelay._torch import backends_asked, watched
 from torchrelay.aggregation._dummy import DummyPlane
 from torchrelay.aggregation._group import LIVING, SmlGroup
-from torchrelay.aggregation._hosts import HostsPlane
+from torchrelay.aggregation._native_planes import HostsPlane, ShmPlane
 from torchrelay.aggregation._options import Options, resolve
 from torchrelay.aggregation._plane import LinkStats, Plane, PlaneStats
-from torchrelay.aggregation._shm import ShmPlane
 from torchrelay.config import Aggregation
 from torchrelay.errors import ArgumentError, ConfigError, UnavailableError, UnsupportedError
 from torchrelay.world import Meeting, Process, World
@@ -88,7 +87,12 @@ def all_reduce_(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) ->
             "all_reduce_: autograd cannot record it, and the tensor requires a gradient; call it "
             "under torch.no_grad(), or on tensor.detach()"
         )
-    if _is_compiling() or watched() or not found.sum_now(tensor):
+    if (
+        _is_compiling()
+        or watched()
+        or found.host is None
+        or found.host.sum_now(tensor, tensor) is None
+    ):
         _all_reduce(tensor, found.group_name)
     return tensor
 

@@ -52,17 +52,20 @@ class Collectives:
 
     # --- reductions
 
-    def sum_now(self, tensor: torch.Tensor, given: timedelta | None = None) -> dist.Work | None:
-        """Sum a plain tensor by the shortest path, blocking; return None, with nothing done, for
-        other tensors.
+    def sum_now(
+        self, output: torch.Tensor, source: torch.Tensor, given: timedelta | None = None
+    ) -> dist.Work | None:
+        """Write the sum of all ranks' ``source`` to ``output``, of its shape and dtype, or itself,
+        by the shortest path, blocking; return None, with nothing done, if one is not plain.
         """
         if (  # is_host_memory, without a call
-            type(tensor) is not torch.Tensor
-            or tensor.dtype not in NATIVE
-            or tensor.layout is not _STRIDED
-            or not tensor.is_cpu
-            or not tensor.is_contiguous()
-            or tensor.is_neg()
+            type(output) is not torch.Tensor
+            or output.dtype not in NATIVE
+            or output.layout is not _STRIDED
+            or not output.is_cpu
+            or not output.is_contiguous()
+            or output.is_neg()
+            or not (source is output or (type(source) is torch.Tensor and is_host_memory(source)))
         ):
             return None
         if given is None or given.days < 0:
@@ -70,19 +73,8 @@ class Collectives:
         else:
             timeout_s = seconds(given, self.timeout_s)
         self.count += 1
-        self.plane.all_reduce(tensor, Op.SUM, timeout_s, True)
+        self.plane.all_reduce(output, source, Op.SUM, timeout_s, True)
         return _DONE
-
-    def sum_into(self, output: torch.Tensor, source: torch.Tensor) -> bool:
-        """Write the sum of all ranks' plain ``source`` to ``output``, blocking; return False, with
-        nothing done, for other tensors.
-        """
-        for one in (output, source):
-            if type(one) is not torch.Tensor or one.dtype not in NATIVE or not is_host_memory(one):
-                return False
-        self.count += 1
-        self.plane.sum_into(output, source, self.timeout_s)
-        return True
 
     def all_reduce(self, tensors: Tensors, opts: Any) -> dist.Work:
         op = calls.reduction_of(opts)
@@ -94,7 +86,7 @@ class Collectives:
         staging = _Staging()
         for tensor in tensors:
             buffer, buffer_op = _reducible(staging.inout(tensor), op, in_place=True)
-            staging.add(self.plane.all_reduce, buffer, buffer_op)
+            staging.add(self.plane.all_reduce, buffer, buffer, buffer_op)
         return self._run(staging, opts, tensors)
 
     def _sum_sparse(self, tensor: torch.Tensor, op: Op | float, timeout_s: float) -> None:
@@ -202,6 +194,16 @@ class Collectives:
             staging.add(self.plane.all_gather, blocks, staging.input(tensor))
         return self._run(staging, opts, outputs)
 
+    def row_gather(self, row: torch.Tensor, rows: torch.Tensor) -> Callable[[], None]:
+        """Return a function that copies every rank's plain ``row`` into ``rows``, blocking."""
+        blocks = list(rows.view(self.size, -1))
+
+        def gather() -> None:
+            self.count += 1
+            self.plane.all_gather(blocks, row, self.timeout_s, True)
+
+        return gather
+
     def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> dist.Work:
         root = calls.root_of(opts, self.size, "gather")
         tensor = calls.single(inputs, "gather")
@@ -253,38 +255,29 @@ class Collectives:
         staging.add(self.plane.barrier)
         return self._run(staging, opts, [])
 
-    def barrier_within(self, timeout: timedelta | None) -> dist.Work:
-        self.count += 1
-        self.plane.barrier(seconds(timeout, self.timeout_s), True)
-        return _DONE
-
     def send(self, tensors: Tensors, to: int, tag: int) -> dist.Work:
-        tensor = calls.single(tensors, "send")
         calls.check_rank(to, self.size, "send")
-        calls.check_tag(tag, "send")
-        staging = _Staging()
-        staging.add(self.plane.send, staging.input(tensor), to, tag)
-        return self._run_transfer(staging, tensors, to)
+        return self._transfer("send", tensors, to, tag)
 
     def receive(self, tensors: Tensors, source: int, tag: int) -> dist.Work:
         calls.check_rank(source, self.size, "recv")
-        return self._receive(tensors, source, tag)
+        return self._transfer("recv", tensors, source, tag)
 
     def receive_from_any(self, tensors: Tensors, tag: int) -> dist.Work:
-        return self._receive(tensors, ANY_RANK, tag)
+        return self._transfer("recv", tensors, ANY_RANK, tag)
 
-    def _receive(self, tensors: Tensors, source: int, tag: int) -> dist.Work:
-        tensor = calls.single(tensors, "recv")
-        calls.check_tag(tag, "recv")
+    def _transfer(self, name: str, tensors: Tensors, peer: int, tag: int) -> dist.Work:
+        tensor = calls.single(tensors, name)
+        calls.check_tag(tag, name)
         staging = _Staging()
-        staging.add(self.plane.receive, staging.output(tensor), source, tag)
-        return self._run_transfer(staging, tensors, source)
-
-    def _run_transfer(self, staging: _Staging, tensors: Tensors, peer: int) -> dist.Work:
-        ((operation, arguments),) = staging.operations
+        if name == "send":
+            staging.add(self.plane.send, staging.input(tensor), peer, tag)
+        else:
+            staging.add(self.plane.receive, staging.output(tensor), peer, tag)
+        ((operation, arguments),) = staging.operations  # which keep the buffer alive
         transfer = operation(*arguments, self.timeout_s)
         if transfer is None:
-            return self._done(staging, tensors, max(peer, 0))
+            return staging.done(tensors, max(peer, 0))
         return self.pending.keep(TransferWork(self.plane, transfer, tensors, staging.finish))
 
     def close(self) -> None:
@@ -303,12 +296,8 @@ class Collectives:
             if (ticket := operation(*arguments, timeout_s, block)) is not None
         ]
         if not tickets:
-            return self._done(staging, tensors)
+            return staging.done(tensors)
         return self.pending.keep(PendingWork(tickets, tensors, staging.finish))
-
-    def _done(self, staging: _Staging, tensors: Tensors, source: int = 0) -> dist.Work:
-        staging.finish()
-        return DoneWork(tensors, source)
 
 
 def _reducible(
@@ -382,3 +371,8 @@ class _Staging:
         for tensor, buffer in self._copies:
             with torch.no_grad():
                 tensor.copy_(buffer, non_blocking=True)  # on a GPU: ordered on the current stream
+
+    def done(self, tensors: Tensors, source: int = 0) -> dist.Work:
+        """Return the Work of a call that has ended."""
+        self.finish()
+        return DoneWork(tensors, source)

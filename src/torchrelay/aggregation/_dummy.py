@@ -75,12 +75,9 @@ class DummyPlane:
             tensor.zero_()
 
     @_operation
-    def all_reduce(self, tensor: Tensor, op: Op) -> None:
-        self._combine(tensor, op)
-
-    def sum_into(self, output: Tensor, source: Tensor, timeout_s: float) -> None:
-        output.copy_(source)
-        self.all_reduce(output, Op.SUM, timeout_s, True)
+    def all_reduce(self, output: Tensor, source: Tensor, op: Op) -> None:
+        _copy(output, source)
+        self._combine(output, op)
 
     @_operation
     def reduce(self, tensor: Tensor, op: Op, root: int) -> None:

@@ -142,6 +142,9 @@ class SmlGroup(_NamedGroup):
         devices: the device types of ``sml`` in this group.
         others: a plain group of the same ranks that holds the backends of all other device types;
             c10d's names reach it too.
+
+    Attributes:
+        host: the collectives of CPU tensors; None if another backend has them.
     """
 
     def __init__(
@@ -158,7 +161,7 @@ class SmlGroup(_NamedGroup):
         super().__init__(store, rank, size, others)
         self._on = Collectives(plane, rank, size, timeout_s)
         self._devices = frozenset(devices)
-        self._has_cpu = "cpu" in devices
+        self.host = self._on if "cpu" in devices else None
         self.processes = processes
         self.is_closed = False
         LIVING.add(self)
@@ -260,27 +263,6 @@ class SmlGroup(_NamedGroup):
 
     # --- collectives; _METHODS has more
 
-    def sum_now(self, tensor: torch.Tensor) -> bool:
-        """Sum a plain CPU tensor by the shortest path; return False for other tensors."""
-        return self._has_cpu and self._on.sum_now(tensor) is not None
-
-    def sum_into(self, output: torch.Tensor, source: torch.Tensor) -> bool:
-        """Write the sum of all ranks' plain CPU ``source`` to ``output``, of its shape and dtype,
-        by the shortest path; return False for other tensors.
-        """
-        return self._has_cpu and self._on.sum_into(output, source)
-
-    def row_gather(self, row: torch.Tensor, rows: torch.Tensor) -> Callable[[], None]:
-        """Return a function that copies every rank's plain CPU ``row`` into ``rows``, blocking."""
-        on = self._on
-        blocks = list(rows.view(on.size, -1))
-
-        def gather() -> None:
-            on.count += 1
-            on.plane.all_gather(blocks, row, on.timeout_s, True)
-
-        return gather
-
     def allreduce(
         self, tensors: Any, opts: Any = None, timeout: Any = None, *, op: Any = None
     ) -> dist.Work:
@@ -288,13 +270,13 @@ class SmlGroup(_NamedGroup):
             (tensors,) = calls.as_lists((tensors,))
             opts = calls.options_of(_AllreduceOptions, (opts, op, timeout))
         if (
-            self._has_cpu
+            self.host is not None
             and len(tensors) == 1
             and not getattr(opts, "asyncOp", True)
             and opts.reduceOp == _SUM
             and not watched()
         ):
-            work = self._on.sum_now(tensors[0], opts.timeout)
+            work = self.host.sum_now(tensors[0], tensors[0], opts.timeout)
             if work is not None:
                 return work
         return self._call("allreduce", self._on.all_reduce, (tensors,), opts)
@@ -319,15 +301,13 @@ class SmlGroup(_NamedGroup):
         if watched():
             opts.device = torch.device("cpu")  # the operator takes a tensor of this device
             return self._call_operator("barrier", self._on.barrier, (), opts)
-        if not getattr(opts, "asyncOp", True):
-            return self._on.barrier_within(opts.timeout)
         return self._on.barrier(opts)
 
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
         """Run a barrier whose error names every missing rank, whatever ``wait_all_ranks`` is."""
-        self._on.barrier_within(timeout)
+        self.barrier(timeout=timeout).wait()
 
     def send(self, tensors: Tensors, to: int, tag: int = 0) -> dist.Work:
         return self._call("send", self._on.send, (tensors,), to, tag)

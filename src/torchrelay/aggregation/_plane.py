@@ -78,11 +78,12 @@ class Plane(Protocol):
 
     name: str
 
-    def all_reduce(self, tensor: Tensor, op: Op, timeout_s: float, block: bool) -> Ticket | None:
-        """Replace ``tensor`` by the reduction, on every rank."""
-
-    def sum_into(self, output: Tensor, source: Tensor, timeout_s: float) -> None:
-        """Write the sum of all ranks' ``source`` to ``output``, which may be ``source``; blocks."""
+    def all_reduce(
+        self, output: Tensor, source: Tensor, op: Op, timeout_s: float, block: bool
+    ) -> Ticket | None:
+        """Write the reduction of all ranks' ``source`` to every rank's ``output``, which may be
+        ``source``.
+        """
 
     def reduce(
         self, tensor: Tensor, op: Op, root: int, timeout_s: float, block: bool

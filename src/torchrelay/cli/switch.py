@@ -119,17 +119,14 @@ def switch(
 def _serve_metrics(stack: contextlib.ExitStack, server: SwitchServer, port: int) -> str:
     """Serve the statistics until the stack ends; return where."""
     from torchrelay import _telemetry, metrics  # noqa: PLC0415
-    from torchrelay.aggregation.switch._metrics import samples  # noqa: PLC0415
 
-    _telemetry.publish(lambda: samples(server.stats()))
+    _telemetry.publish(lambda: server.stats().samples())
     return f"http://127.0.0.1:{stack.enter_context(metrics.serve(port)).port}/metrics"
 
 
 def _json_printer(start: dict[str, str]) -> Callable[[SwitchStats], None]:
-    from torchrelay.aggregation.switch._metrics import as_dict  # noqa: PLC0415
-
     print(json.dumps(start), flush=True)
-    return lambda stats: print(json.dumps(as_dict(stats)), flush=True)
+    return lambda stats: print(json.dumps(stats.as_dict()), flush=True)
 
 
 def _live_table(

@@ -13,12 +13,12 @@ communications of a rank, in the reverse order, and cannot deadlock where the fo
 """
 
 from torchrelay.mpi._chain import backward, chain, grad, reset
+from torchrelay.mpi._collectives import Located
 from torchrelay.mpi._comm import WORLD_NAME
 from torchrelay.mpi._communicator import CartCommunicator, Communicator, from_mpi4py, world
 from torchrelay.mpi._dtypes import Op
 from torchrelay.mpi._library import MPI as _MPI
 from torchrelay.mpi._point_to_point import JoinDummies, JoinDummiesHandle, WaitHandle
-from torchrelay.mpi._reductions import Located
 from torchrelay.mpi._transport import ANY_SOURCE, ANY_TAG, PROC_NULL, UNDEFINED
 
 __all__ = [

@@ -29,7 +29,14 @@ from torchrelay.mpi._library import check_launcher, is_worker_of_rank
 from torchrelay.mpi._mailbox import Incoming, Mailbox
 from torchrelay.mpi._memory import Blocks
 from torchrelay.mpi._settings import settings
-from torchrelay.mpi._transport import CONTROL_TAG, PROC_NULL, UNDEFINED, Requests, Testable
+from torchrelay.mpi._transport import (
+    CONTROL_TAG,
+    PROC_NULL,
+    UNDEFINED,
+    Part,
+    Requests,
+    Testable,
+)
 from torchrelay.world import Meeting, Ranks, World
 
 __all__ = ["C10dTransport", "group_transport", "world_transport"]
@@ -145,14 +152,6 @@ class _Order:
             _Order.lock.release()
 
 
-class _Incoming(Incoming):
-    """A receive that lets collectives proceed."""
-
-    def Test(self) -> bool:
-        _Order.proceed()
-        return super().Test()
-
-
 class _Blocking:
     """A request that ``run``, which blocks, completes."""
 
@@ -198,7 +197,7 @@ class C10dTransport:
             )
             for device, kind in self._kinds.items()
         }
-        self._sml = self._backends[HOST] if self._kinds.get(HOST) == "sml" else None
+        self._sml = self._backends[HOST].host if self._kinds.get(HOST) == "sml" else None
         self._children = itertools.count()
         self._order = _Order()
         self._channel = hashlib.blake2b(path.encode(), digest_size=16).digest()
@@ -207,7 +206,7 @@ class C10dTransport:
         return device.type == HOST or device.type in self._kinds or self.size == 1
 
     def _direct(self, arrived: bool) -> Any:
-        """Return the ``sml`` group of this host's memory if a call can go to it at once, or None.
+        """Return the collectives of ``sml`` if a call can go to them at once, or None.
 
         It then blocks, but can be interrupted and ends in time.
         """
@@ -285,7 +284,9 @@ class C10dTransport:
             "_allgather_base", source, arguments, options, arrived, lambda: then(rows)
         )
 
-    def allreduce(self, source: Tensor, result: Tensor, op: Op, arrived: bool) -> Requests:
+    def reduce(
+        self, source: Tensor, result: Tensor, op: Op, root: int | None, arrived: bool
+    ) -> Requests:
         check_op(source.dtype, op)
         ours, total = source.detach(), result.detach()
         if ours.is_complex() and op is Op.SUM:
@@ -297,19 +298,16 @@ class C10dTransport:
         direct = self._direct(arrived) if op is Op.SUM and total.is_cpu else None
         if direct is not None:
 
-            def reduce() -> None:
-                if not direct.sum_into(total, ours):  # one is not contiguous, for example
-                    direct.allreduce([total.copy_(ours)]).wait()
+            def sum_now() -> None:
+                if direct.sum_now(total, ours) is None:  # one is not contiguous, for example
+                    self._backends[HOST].allreduce([total.copy_(ours)]).wait()
 
-            return [_Blocking(reduce)]
+            return [_Blocking(sum_now)]
         if result is not source:
             total.copy_(ours)
         options: Any = dist.AllreduceOptions()
         options.reduceOp = _OPS[op]
         return self._start("allreduce", total, ([total],), options, arrived)
-
-    def reduce(self, source: Tensor, result: Tensor, op: Op, root: int, arrived: bool) -> Requests:
-        return self.allreduce(source, result, op, arrived)
 
     def scan(
         self,
@@ -351,39 +349,27 @@ class C10dTransport:
         options.rootRank, options.rootTensor = root, 0
         return self._start("broadcast", memory, ([flat_bytes(memory)],), options, arrived)
 
-    def allgather(self, block: Tensor, received: Blocks, arrived: bool) -> Requests:
-        counts = received.layout.counts
-        if len({*counts}) == 1:
+    def move(
+        self, name: str, sent: Part, received: Part, root: int | None, total: int, arrived: bool
+    ) -> Requests:
+        if isinstance(sent, Tensor) and isinstance(received, Blocks) and root is None:
             into = received.memory.view(-1)
-            return self._gather_rows(block, arrived, lambda rows: into.copy_(rows.view(-1)))
-        sent = block.view(-1).repeat(self.size)
-        return self._exchange(sent, [block.numel()] * self.size, received.memory, counts, arrived)
+            if len({*received.layout.counts}) == 1:
+                return self._gather_rows(sent, arrived, lambda rows: into.copy_(rows.view(-1)))
+        source, counts = self._memory(sent, received, root)
+        result, coming = self._memory(received, sent, root)
+        return self._exchange(source, counts, result, coming, arrived)
 
-    def gather(
-        self, block: Tensor, received: Blocks, root: int, total: int, arrived: bool
-    ) -> Requests:
-        sent = [block.numel() * (rank == root) for rank in range(self.size)]
-        return self._exchange(block, sent, received.memory, received.layout.counts, arrived)
-
-    def scatter(
-        self, sending: Blocks | None, received: Tensor, root: int, total: int, arrived: bool
-    ) -> Requests:
-        sent, counts = (
-            (received.new_empty(0), [0] * self.size)
-            if sending is None
-            else (sending.memory, sending.layout.counts)
-        )
-        mine = [received.numel() * (rank == root) for rank in range(self.size)]
-        return self._exchange(sent, counts, received, mine, arrived)
-
-    def alltoall(self, sending: Blocks, received: Blocks, total: int, arrived: bool) -> Requests:
-        return self._exchange(
-            sending.memory,
-            sending.layout.counts,
-            received.memory,
-            received.layout.counts,
-            arrived,
-        )
+    def _memory(self, part: Part, other: Part, root: int | None) -> tuple[Tensor, Sequence[int]]:
+        """Return the memory of ``part``, and how many elements each rank has of it."""
+        if isinstance(part, Blocks):
+            return part.memory, part.layout.counts
+        if part is None:
+            assert isinstance(other, Tensor)
+            part = other.new_empty(0)
+        if root is None:
+            return part.view(-1).repeat(self.size), [part.numel()] * self.size
+        return part, [part.numel() * (rank == root) for rank in range(self.size)]
 
     # Messages
 
@@ -394,10 +380,15 @@ class C10dTransport:
         return _Blocking(lambda: None)
 
     def irecv(self, memory: Tensor, source: int, tag: int) -> Incoming:
-        incoming = _Incoming(self._mailbox, memory, source, tag)
+        incoming = Incoming(self.poll, memory, source, tag)
         if source != PROC_NULL:
             self._mailbox.channels[self._channel].expect(incoming)
         return incoming
+
+    def poll(self) -> None:
+        """Let collectives proceed, and messages arrive."""
+        _Order.proceed()
+        self._mailbox.poll()
 
     def post(self, dest: int, text: bytes) -> None:
         self._mailbox.send(self._channel, self.rank, self._peers[dest], CONTROL_TAG, text)

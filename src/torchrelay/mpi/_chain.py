@@ -66,13 +66,9 @@ class Chain:
         self.begun = 0  # the position it begins at
         self.warned = False
 
-    def extend(self, name: str | None) -> Tensor:
-        """Return the token for the next communication; the caller stores its result in ``head``.
-
-        A link without a name communicates nothing in the backward pass and need not be reached.
-        """
-        if name is not None:
-            self.names.append(name)
+    def extend(self, name: str) -> Tensor:
+        """Return the token for the next communication; the caller stores its result in ``head``."""
+        self.names.append(name)
         if len(self.names) > settings.chain_warning and not self.warned:
             self.warned = True
             warnings.warn(

@@ -65,6 +65,7 @@ class Comm:
     """
 
     number: int
+    _original: Comm | None = None
 
     def __init__(
         self, transport: Transport, name: str | None = None, is_owned: bool = False
@@ -130,8 +131,7 @@ class Comm:
         if self._reverse is not None:
             other._reverse = self._reverse._copy()
             other._reverse.convention, other._reverse.unreachable_policy = convention, policy
-        if not self.is_reverse:
-            _compiled.join(other)
+        other._original = self  # which compiled code finds by its number
         return other
 
     def Free(self) -> None:
@@ -148,13 +148,14 @@ class Comm:
             self._agree("Free")
             self.lease.free()
 
+    @_compiled.eager_only
     def _agree(
         self, name: str, arguments: str = "", numbers: Sequence[int] = ()
     ) -> Sequence[Sequence[int]]:
         """Wait until all ranks call ``name``, and return the numbers of all."""
         _wait.check_usable(self)
         call = _wait.Named(self, f"{name}({arguments})")
-        return _headers.agree(call, (name, arguments), numbers)
+        return _headers.exchange_numbers(call, (name, arguments), numbers)
 
     def __enter__(self: _C) -> _C:
         return self

@@ -10,16 +10,24 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from torchrelay.errors import ArgumentError, UnavailableError
-from torchrelay.mpi._comm import WORLD_NAME
-from torchrelay.mpi._copies import (
+from torchrelay.mpi._collectives import (
+    Allreduce,
     Bcast,
+    Exscan,
     Replicate,
+    Scan,
     allgather,
+    allreduce,
+    allreduce_located,
     alltoall,
     alltoallv,
     gather,
+    reduce_,
+    reduce_scatter,
+    scan,
     scatter,
 )
+from torchrelay.mpi._comm import WORLD_NAME
 from torchrelay.mpi._dtypes import Op, check_integer
 from torchrelay.mpi._halo import Neighbors
 from torchrelay.mpi._inplace import overwrite
@@ -28,16 +36,6 @@ from torchrelay.mpi._memory import check_counts, equal_part
 from torchrelay.mpi._nonblocking import NonBlocking
 from torchrelay.mpi._point_to_point import Messages, WaitHandle
 from torchrelay.mpi._record import record, run
-from torchrelay.mpi._reductions import (
-    Allreduce,
-    Exscan,
-    Scan,
-    allreduce,
-    allreduce_located,
-    reduce_,
-    reduce_scatter,
-    scan,
-)
 from torchrelay.mpi._transport import ANY_SOURCE, PROC_NULL, UNDEFINED, Transport
 
 if TYPE_CHECKING:
@@ -167,7 +165,7 @@ class Communicator(NonBlocking, Messages):
             return allreduce_located(self, tensor, op)
         if op is Op.SUM:
             return record(Allreduce(self, op), tensor)
-        return run(*allreduce(self, tensor, op))
+        return run(allreduce(self, tensor, op))
 
     def Bcast_(self, tensor: Tensor, root: int) -> Tensor:
         """Overwrite ``tensor`` with root's values. Collective and blocking.
@@ -207,14 +205,14 @@ class Communicator(NonBlocking, Messages):
         Returns:
             The concatenation on root; an empty tensor on other ranks.
         """
-        return run(*gather(self, tensor, gatheraxis, root))
+        return run(gather(self, tensor, gatheraxis, root))
 
     def Allgather(self, tensor: Tensor, gatheraxis: int) -> Tensor:
         """Concatenate the tensors of all ranks on every rank. Collective and blocking.
 
         Shapes may differ between ranks along ``gatheraxis``.
         """
-        return run(*allgather(self, tensor, gatheraxis))
+        return run(allgather(self, tensor, gatheraxis))
 
     def Scatter(self, tensor: Tensor, scatteraxis: int, numelem: int, root: int) -> Tensor:
         """Return this rank's part of root's tensor. Collective and blocking.
@@ -225,7 +223,7 @@ class Communicator(NonBlocking, Messages):
             numelem: the length of this rank's part; the sum over all ranks is the length of root's.
             root: the rank whose tensor is cut.
         """
-        return run(*scatter(self, tensor, scatteraxis, numelem, root))
+        return run(scatter(self, tensor, scatteraxis, numelem, root))
 
     def Alltoall(self, tensor: Tensor, gatheraxis: int, scatteraxis: int, numelem: int) -> Tensor:
         """Gather along one axis and scatter along another. Collective and blocking.
@@ -237,7 +235,7 @@ class Communicator(NonBlocking, Messages):
                 ranks.
             numelem: the length of this rank's part along ``scatteraxis``.
         """
-        return run(*alltoall(self, tensor, gatheraxis, scatteraxis, numelem))
+        return run(alltoall(self, tensor, gatheraxis, scatteraxis, numelem))
 
     def Reduce_scatter(self, tensor: Tensor, op: Op, scatteraxis: int, numelem: int) -> Tensor:
         """Reduce the tensors of all ranks and return one part. Collective and blocking.
@@ -248,7 +246,7 @@ class Communicator(NonBlocking, Messages):
             scatteraxis: the axis along which the reduction is cut.
             numelem: the length of this rank's part.
         """
-        return run(*reduce_scatter(self, tensor, op, scatteraxis, numelem))
+        return run(reduce_scatter(self, tensor, op, scatteraxis, numelem))
 
     def Reduce_scatter_block(self, tensor: Tensor, op: Op, scatteraxis: int = 0) -> Tensor:
         """Call :meth:`Reduce_scatter` with equal parts."""
@@ -257,14 +255,14 @@ class Communicator(NonBlocking, Messages):
 
     def Scan(self, tensor: Tensor, op: Op) -> Tensor:
         """Reduce the tensors of ranks 0 to this one, inclusive. Collective and blocking."""
-        return run(*scan(Scan, self, tensor, op))
+        return run(scan(Scan, self, tensor, op))
 
     def Exscan(self, tensor: Tensor, op: Op) -> Tensor:
         """Reduce the tensors of all ranks before this one; zeros on rank 0.
 
         Collective and blocking.
         """
-        return run(*scan(Exscan, self, tensor, op))
+        return run(scan(Exscan, self, tensor, op))
 
     def Replicate(self, tensor: Tensor) -> Tensor:
         """Mark ``tensor``, equal on all ranks, as used differently by each rank from here on.
@@ -298,7 +296,7 @@ class Communicator(NonBlocking, Messages):
         Returns:
             The received parts, concatenated in the order of ranks.
         """
-        return run(*alltoallv(self, tensor, sendcounts, axis))
+        return run(alltoallv(self, tensor, sendcounts, axis))
 
     def Wait(self, handle: WaitHandle) -> Tensor:
         """Complete a started communication and return its result. Blocks."""

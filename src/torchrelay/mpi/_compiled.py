@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torchrelay.mpi._comm import Comm
     from torchrelay.mpi._record import Call
 
-__all__ = ["communicate", "communicator", "eager_only", "join", "kinds", "register"]
+__all__ = ["communicate", "communicator", "eager_only", "kinds", "register"]
 
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -36,25 +36,19 @@ kinds: dict[str, type[Call]] = {}
 """The classes of communications by their names, to which each class adds itself."""
 
 _numbers = itertools.count()
-_communicators: dict[int, weakref.WeakSet[Comm]] = {}
+_communicators: weakref.WeakValueDictionary[int, Comm] = weakref.WeakValueDictionary()
 
 
 def register(comm: Comm) -> int:
     """Return the number by which compiled code finds ``comm`` and its backward communicator."""
     number = next(_numbers)
-    _communicators[number] = weakref.WeakSet([comm])
-    weakref.finalize(comm.lease, _communicators.pop, number, None)
+    _communicators[number] = comm
     return number
 
 
-def join(comm: Comm) -> None:
-    """Register ``comm``, a copy of the communicator that has its number."""
-    _communicators[comm.number].add(comm)
-
-
 def communicator(number: int) -> Comm:
-    """Return the communicator of ``number``, or a copy of it."""
-    return next(iter(_communicators[number]))
+    """Return the communicator of ``number``."""
+    return _communicators[number]
 
 
 def communicate(call: Call, x: Tensor, eager: Callable[[Any, Tensor], Tensor]) -> Tensor:

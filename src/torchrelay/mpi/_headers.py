@@ -22,7 +22,7 @@ from torch import Tensor
 from torchrelay import _native
 from torchrelay._waiting import listed
 from torchrelay.errors import MismatchError
-from torchrelay.mpi import _compiled, _wait
+from torchrelay.mpi import _wait
 from torchrelay.mpi._settings import settings
 from torchrelay.mpi._transport import Transport
 
@@ -35,7 +35,6 @@ __all__ = [
     "Comparison",
     "Fields",
     "Headers",
-    "agree",
     "described",
     "exchange_numbers",
     "exchange_values",
@@ -153,7 +152,7 @@ def described(
 
 
 def exchange_numbers(
-    call: _wait.Waiting, fields: Fields, numbers: Sequence[int]
+    call: _wait.Waiting, fields: Fields, numbers: Sequence[int] = ()
 ) -> Sequence[Sequence[int]]:
     """Return the numbers of all ranks. Collective; blocks until all ranks have arrived.
 
@@ -187,14 +186,6 @@ def exchange_values(
     headers.exchange(call, fields)
     headers.rows.reduce(dtype, op, result.data_ptr(), x.numel())
     comm.transport.idle_headers.append(headers)
-
-
-@_compiled.eager_only
-def agree(
-    call: _wait.Waiting, fields: Fields, numbers: Sequence[int] = ()
-) -> Sequence[Sequence[int]]:
-    """Call :func:`exchange_numbers` outside of ``torch.compile``."""
-    return exchange_numbers(call, fields, numbers)
 
 
 class Comparison:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import secrets
 import struct
 from collections import defaultdict
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
@@ -37,18 +38,18 @@ class Arrived(NamedTuple):
 
 
 class Incoming:
-    """A receive into ``memory``."""
+    """A receive into ``memory``, tested after ``poll``."""
 
-    __slots__ = ("is_done", "mailbox", "memory", "size_bytes", "source", "tag")
+    __slots__ = ("is_done", "memory", "poll", "size_bytes", "source", "tag")
 
-    def __init__(self, mailbox: Mailbox, memory: Tensor, source: int, tag: int) -> None:
-        self.mailbox, self.memory = mailbox, memory
+    def __init__(self, poll: Callable[[], None], memory: Tensor, source: int, tag: int) -> None:
+        self.poll, self.memory = poll, memory
         self.source, self.tag, self.size_bytes = source, tag, 0
         self.is_done = source == PROC_NULL
 
     def Test(self) -> bool:
         if not self.is_done:
-            self.mailbox.poll()
+            self.poll()
         return self.is_done
 
     def matches(self, message: Arrived) -> bool:
@@ -129,7 +130,7 @@ class Mailbox:
         if dest == self.rank:
             self.channels[channel].deliver(Arrived(source, tag, memoryview(bytes(contents))))
         else:
-            self._endpoint.send(dest, b"".join((HEADER.pack(channel, tag, source), contents)))
+            self._endpoint.send(dest, HEADER.pack(channel, tag, source), contents)
 
     def poll(self) -> None:
         """Deliver the messages that have arrived."""
@@ -138,5 +139,4 @@ class Mailbox:
             if data is None:
                 return
             channel, tag, source = HEADER.unpack_from(data)
-            contents = memoryview(data)[HEADER.size :]
-            self.channels[channel].deliver(Arrived(source, tag, contents))
+            self.channels[channel].deliver(Arrived(source, tag, data[HEADER.size :]))

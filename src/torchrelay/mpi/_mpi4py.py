@@ -19,7 +19,7 @@ from torchrelay.mpi._dtypes import DTYPES, KERNELS, Op, check_op
 from torchrelay.mpi._headers import Headers
 from torchrelay.mpi._memory import Blocks, pieces
 from torchrelay.mpi._settings import settings
-from torchrelay.mpi._transport import CONTROL_TAG, Requests, Testable
+from torchrelay.mpi._transport import CONTROL_TAG, Part, Requests, Testable
 
 __all__ = ["End", "MpiTransport"]
 
@@ -50,10 +50,16 @@ def _buffer(tensor: Tensor) -> Buffer:
     return (memory, tensor.numel(), _TYPES[tensor.dtype])
 
 
-def _vector(blocks: Blocks) -> tuple[object, ...]:
-    """Return the memory as an argument of a v-collective of mpi4py."""
-    memory, _, kind = _buffer(blocks.memory)
-    return (memory, blocks.layout.counts, blocks.layout.starts, kind)
+def _argument(part: Part) -> tuple[object, ...] | None:
+    """Return what is sent or received as an argument of a v-collective of mpi4py."""
+    if not isinstance(part, Blocks):
+        return None if part is None else _buffer(part)
+    memory, _, kind = _buffer(part.memory)
+    return (memory, part.layout.counts, part.layout.starts, kind)
+
+
+def _given(root: int | None) -> tuple[int, ...]:
+    return () if root is None else (root,)
 
 
 def _half_op(dtype: torch.dtype, op: Op) -> MPI.Op:
@@ -134,26 +140,20 @@ class MpiTransport:
         requests = [function(*arguments) for arguments in calls]
         return [] if arrived else requests
 
-    def allreduce(self, source: Tensor, result: Tensor, op: Op, arrived: bool) -> Requests:
-        kind, in_place = _op(source.dtype, op), source is result
-        calls = (
-            (MPI.IN_PLACE if in_place else _buffer(ours), _buffer(total), kind)
-            for ours, total in pieces(source, result)
-        )
-        return self._run("Allreduce", arrived, *calls)
-
-    def reduce(self, source: Tensor, result: Tensor, op: Op, root: int, arrived: bool) -> Requests:
-        kind, is_root, in_place = _op(source.dtype, op), self.rank == root, source is result
+    def reduce(
+        self, source: Tensor, result: Tensor, op: Op, root: int | None, arrived: bool
+    ) -> Requests:
+        kind, gets, in_place = _op(source.dtype, op), root in (None, self.rank), source is result
         calls = (
             (
-                MPI.IN_PLACE if in_place and is_root else _buffer(ours),
-                _buffer(total) if is_root else None,
+                MPI.IN_PLACE if in_place and gets else _buffer(ours),
+                _buffer(total) if gets else None,
                 kind,
-                root,
+                *_given(root),
             )
             for ours, total in pieces(source, result)
         )
-        return self._run("Reduce", arrived, *calls)
+        return self._run("Allreduce" if root is None else "Reduce", arrived, *calls)
 
     def scan(
         self,
@@ -182,44 +182,27 @@ class MpiTransport:
     def broadcast(self, memory: Tensor, root: int, arrived: bool) -> Requests:
         return self._run("Bcast", arrived, *((_buffer(piece), root) for (piece,) in pieces(memory)))
 
-    def allgather(self, block: Tensor, received: Blocks, arrived: bool) -> Requests:
-        if received.layout.total > settings.max_count:
-            return self._move_pieces([block] * self.size, received.tensors())
-        return self._run("Allgatherv", arrived, (_buffer(block), _vector(received)))
-
-    def gather(
-        self, block: Tensor, received: Blocks, root: int, total: int, arrived: bool
-    ) -> Requests:
-        is_root = self.rank == root
-        if total > settings.max_count:
-            nothing = block.new_empty(0)
-            sending = [block if rank == root else nothing for rank in range(self.size)]
-            return self._move_pieces(sending, received.tensors())
-        into = _vector(received) if is_root else None
-        return self._run("Gatherv", arrived, (_buffer(block), into, root))
-
-    def scatter(
-        self, sending: Blocks | None, received: Tensor, root: int, total: int, arrived: bool
+    def move(
+        self, name: str, sent: Part, received: Part, root: int | None, total: int, arrived: bool
     ) -> Requests:
         if total > settings.max_count:
-            nothing = received.new_empty(0)
-            given = [nothing] * self.size if sending is None else sending.tensors()
-            into = [received if rank == root else nothing for rank in range(self.size)]
-            return self._move_pieces(given, into)
-        sent = None if sending is None else _vector(sending)
-        return self._run("Scatterv", arrived, (sent, _buffer(received), root))
+            return self._move_pieces(self._blocks(sent, root), self._blocks(received, root))
+        return self._run(name, arrived, (_argument(sent), _argument(received), *_given(root)))
 
-    def alltoall(self, sending: Blocks, received: Blocks, total: int, arrived: bool) -> Requests:
-        if total > settings.max_count:
-            return self._move_pieces(sending.tensors(), received.tensors())
-        return self._run("Alltoallv", arrived, (_vector(sending), _vector(received)))
+    def _blocks(self, part: Part, root: int | None) -> list[Tensor | None]:
+        """Return the block that is for each rank, or of it."""
+        if isinstance(part, Blocks):
+            return [*part.tensors()]
+        return [part if root in (None, rank) else None for rank in range(self.size)]
 
-    def _move_pieces(self, sending: Iterable[Tensor], received: Iterable[Tensor]) -> Requests:
-        """Send ``sending[r]`` to rank r and receive ``received[r]`` from it, in pieces."""
+    def _move_pieces(
+        self, sent: Iterable[Tensor | None], received: Iterable[Tensor | None]
+    ) -> Requests:
+        """Send ``sent[r]`` to rank r and receive ``received[r]`` from it, in pieces."""
         requests: list[Testable] = []
-        for blocks, start in ((received, self.mpi.Irecv), (sending, self.mpi.Isend)):
+        for blocks, start in ((received, self.mpi.Irecv), (sent, self.mpi.Isend)):
             for rank, tensor in enumerate(blocks):
-                if tensor.numel():
+                if tensor is not None and tensor.numel():
                     requests += [
                         start(_buffer(part), rank, PIECE_TAG) for (part,) in pieces(tensor)
                     ]

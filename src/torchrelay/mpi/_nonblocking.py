@@ -20,27 +20,29 @@ from torch import Tensor
 
 from torchrelay.errors import ArgumentError
 from torchrelay.mpi import _chain, _compiled
+from torchrelay.mpi._collectives import (
+    Bcast,
+    Exscan,
+    Scan,
+    allgather,
+    allreduce,
+    alltoall,
+    gather,
+    reduce,
+    reduce_scatter,
+    scan,
+    scatter,
+)
 from torchrelay.mpi._comm import Comm
-from torchrelay.mpi._copies import Bcast, allgather, alltoall, gather, scatter
 from torchrelay.mpi._dtypes import Op
 from torchrelay.mpi._headers import Comparison, Fields
 from torchrelay.mpi._memory import axis_of, equal_part, packed, placed
 from torchrelay.mpi._point_to_point import WaitHandle
-from torchrelay.mpi._record import Adjoint, Call, Started, record, unchanged
-from torchrelay.mpi._reductions import (
-    Exscan,
-    Scan,
-    allreduce,
-    reduce,
-    reduce_scatter,
-    scan,
-)
+from torchrelay.mpi._record import Call, Plan, Started, record
 from torchrelay.mpi._transport import Testable
 from torchrelay.mpi._wait import abandon
 
 __all__ = ["NonBlocking"]
-
-NO_ADJOINT = Adjoint(None, torch.empty(0))
 
 
 @dataclass(slots=True, eq=False)
@@ -54,8 +56,9 @@ class _Start(Call):
     like: tuple[torch.Size, torch.dtype, torch.device] | None = field(default=None, init=False)
     tangent_handle: WaitHandle | None = field(default=None, init=False)  # in forward mode
     answer: _chain.Answer | None = field(default=None, init=False)
-    path: Adjoint = field(default=NO_ADJOINT, init=False)  # in the running backward pass
-    back: WaitHandle | None = field(default=None, init=False)  # the start of its communication
+    # In the running backward pass: the derivative, and the start of its communication.
+    path: Plan = field(init=False)
+    back: WaitHandle | None = field(default=None, init=False)
 
     def __del__(self) -> None:
         if self.started is not None:  # it was never waited for
@@ -82,18 +85,16 @@ class _Start(Call):
             shape, dtype, device = self.like
             grad = torch.zeros(shape, dtype=dtype, device=device)
         self.path = self.call.adjoint(grad)
-        if self.path.call is not None:
-            self.back = start(self.path.call, self.path.grad)
+        self.back = None if self.path.call is None else start(self.path)
 
     def backward(self, grad: Tensor) -> Tensor:
         assert self.answer is not None
         self.answer.force()
-        result = self.path.grad if self.back is None else self.back.Wait()
-        self.back = None
-        return self.path.complete(result)
+        back, self.back = self.back, None
+        return self.path.complete(self.path.x) if back is None else back.Wait()
 
     def tangent(self, tangent: Tensor) -> Tensor:
-        self.tangent_handle = start(self.call, tangent)
+        self.tangent_handle = start(Plan(self.call, tangent))
         return self.tangent_handle.dummy
 
     def differentiable(self, x: Tensor) -> bool:
@@ -134,12 +135,10 @@ class _Wait(Call):
 
 
 @_compiled.eager_only
-def start(
-    call: Call,
-    x: Tensor,
-    complete: Callable[[Tensor], Tensor] = unchanged,
-) -> WaitHandle:
-    """Start ``call`` on ``x``, which must not change until ``Wait``."""
+def start(plan: Plan) -> WaitHandle:
+    """Start ``plan``, whose tensor must not change until ``Wait``."""
+    call, x, complete = plan
+    assert call is not None
     beginning, chain = _Start(call.comm, call, complete), _chain.current()
     dummy = record(beginning, x)
     if dummy.requires_grad:
@@ -156,44 +155,44 @@ class NonBlocking(Comm):
 
     def Iallreduce(self, tensor: Tensor, op: Op) -> WaitHandle:
         """Start :meth:`Allreduce`."""
-        return start(*allreduce(self, tensor, op))
+        return start(allreduce(self, tensor, op))
 
     def Ibcast(self, tensor: Tensor, root: int) -> WaitHandle:
         """Start a broadcast of root's tensor into new memory."""
-        return start(Bcast(self, self.check_rank(root)), tensor)
+        return start(Plan(Bcast(self, self.check_rank(root)), tensor))
 
     def Ireduce(self, tensor: Tensor, op: Op, root: int) -> WaitHandle:
         """Start a reduction to root into new memory, with zeros elsewhere."""
-        return start(*reduce(self, tensor, op, root))
+        return start(reduce(self, tensor, op, root))
 
     def Iscan(self, tensor: Tensor, op: Op) -> WaitHandle:
         """Start :meth:`Scan`."""
-        return start(*scan(Scan, self, tensor, op))
+        return start(scan(Scan, self, tensor, op))
 
     def Iexscan(self, tensor: Tensor, op: Op) -> WaitHandle:
         """Start :meth:`Exscan`."""
-        return start(*scan(Exscan, self, tensor, op))
+        return start(scan(Exscan, self, tensor, op))
 
     def Igather(self, tensor: Tensor, gatheraxis: int, root: int) -> WaitHandle:
         """Start :meth:`Gather` of equal shapes."""
-        return start(*gather(self, tensor, gatheraxis, root, True))
+        return start(gather(self, tensor, gatheraxis, root, True))
 
     def Iallgather(self, tensor: Tensor, gatheraxis: int) -> WaitHandle:
         """Start :meth:`Allgather` of equal shapes."""
-        return start(*allgather(self, tensor, gatheraxis, True))
+        return start(allgather(self, tensor, gatheraxis, True))
 
     def Iscatter(self, tensor: Tensor, scatteraxis: int, root: int) -> WaitHandle:
         """Start :meth:`Scatter` in equal parts; all ranks pass a tensor of root's shape."""
         numelem = equal_part(tensor, scatteraxis, self.size)
-        return start(*scatter(self, tensor, scatteraxis, numelem, root, True))
+        return start(scatter(self, tensor, scatteraxis, numelem, root, True))
 
     def Ialltoall(self, tensor: Tensor, gatheraxis: int, scatteraxis: int) -> WaitHandle:
         """Start :meth:`Alltoall` in equal parts."""
         g, s = axis_of(gatheraxis, tensor), axis_of(scatteraxis, tensor)
         numelem = tensor.shape[s] if g == s else equal_part(tensor, s, self.size)
-        return start(*alltoall(self, tensor, g, s, numelem, True))
+        return start(alltoall(self, tensor, g, s, numelem, True))
 
     def Ireduce_scatter(self, tensor: Tensor, op: Op, scatteraxis: int = 0) -> WaitHandle:
         """Start :meth:`Reduce_scatter_block`."""
         numelem = equal_part(tensor, scatteraxis, self.size)
-        return start(*reduce_scatter(self, tensor, op, scatteraxis, numelem, True))
+        return start(reduce_scatter(self, tensor, op, scatteraxis, numelem, True))

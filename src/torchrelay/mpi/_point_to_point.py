@@ -26,7 +26,7 @@ from torchrelay.mpi._comm import Comm
 from torchrelay.mpi._dtypes import check_dtype, check_tensor, is_differentiable
 from torchrelay.mpi._inplace import can_overwrite, overwrite
 from torchrelay.mpi._memory import check_memory, fresh, packed, pieces, placed
-from torchrelay.mpi._record import Adjoint, Call, Started, record
+from torchrelay.mpi._record import Call, Plan, Started, record
 from torchrelay.mpi._settings import settings
 from torchrelay.mpi._transport import ANY_SOURCE, ANY_TAG, PROC_NULL, Message
 from torchrelay.mpi._wait import Waiting, abandon, failed, finish
@@ -177,8 +177,8 @@ class Send(_PeerCall):
     def complete(self, started: Started) -> None:
         started.finish(self)
 
-    def adjoint(self, grad: Tensor) -> Adjoint:
-        return Adjoint(Recv(self.comm.reverse, self.peer, self.tag), grad.new_empty(self.shape))
+    def adjoint(self, grad: Tensor) -> Plan:
+        return Plan(Recv(self.comm.reverse, self.peer, self.tag), grad.new_empty(self.shape))
 
     def in_graph(self, x: Tensor) -> Send:
         return type(self)(self.comm, self.peer, self.tag, x.shape)
@@ -243,11 +243,11 @@ class Recv(_PeerCall):
         assert self.started.tangent_handle is not None
         return self.started.tangent_handle.Wait()
 
-    def adjoint(self, grad: Tensor) -> Adjoint:
+    def adjoint(self, grad: Tensor) -> Plan:
         """In a compiled graph, whose receives are answered in their order."""
         shape = self.shape
         post = Post(self.comm.reverse, self.peer, _sendable(self.tag), shape)
-        return Adjoint(post, grad, lambda sent: sent.new_zeros(shape))
+        return Plan(post, grad, lambda sent: sent.new_zeros(shape))
 
     def in_graph(self, x: Tensor) -> Recv | None:
         if self.peer == ANY_SOURCE or self.tag == ANY_TAG:
@@ -280,10 +280,10 @@ class Sendrecv(_PeerCall):
         sent.finish(self)
         return placed(memory, x)
 
-    def adjoint(self, grad: Tensor) -> Adjoint:
+    def adjoint(self, grad: Tensor) -> Plan:
         back = (self.comm.reverse, self.source, _sendable(self.source_tag))
         shape, dtype = self.sent or (self.shape, self.dtype)
-        return Adjoint(Sendrecv(*back, self.peer, self.tag, shape, dtype=dtype), grad)
+        return Plan(Sendrecv(*back, self.peer, self.tag, shape, dtype=dtype), grad)
 
     def in_graph(self, x: Tensor) -> Sendrecv | None:
         if self.source == ANY_SOURCE or (*self.shape, self.dtype) != (*x.shape, x.dtype):
@@ -354,14 +354,14 @@ class Isend(Send):
 @dataclass(slots=True, eq=False)
 class Irecv(_PeerCall):
     name = "Irecv"
-    passive = True
     target: Tensor
     in_place: bool
     receiving: Receiving | None = field(default=None, init=False)
     tangent_handle: WaitHandle | None = field(default=None, init=False)  # in forward mode
 
     def begin(self) -> WaitHandle:
-        return WaitHandle(self, record(self, self.target))
+        with torch.no_grad():  # the derivative is that of Wait
+            return WaitHandle(self, record(self, self.target))
 
     def forward(self, x: Tensor) -> Tensor:
         memory = x.detach() if self.in_place else torch.zeros(x.shape, dtype=x.dtype)
@@ -381,9 +381,6 @@ class Irecv(_PeerCall):
         if receiving is None:
             raise ArgumentError(f"{self.describe()} was already waited for")
         return receiving
-
-    def backward(self, grad: Tensor) -> None:
-        return None  # what Wait's backward posted completes at the end of the backward pass
 
     def tangent(self, tangent: Tensor) -> Tensor:
         memory = torch.zeros_like(tangent)

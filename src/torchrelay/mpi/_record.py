@@ -8,8 +8,8 @@ Every call is linear in its tensor. :func:`record` runs it in torch's current mo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, is_grad_enabled
@@ -21,7 +21,7 @@ from torchrelay.errors import ArgumentError, UnsupportedError
 from torchrelay.mpi import _chain, _compiled, _headers
 from torchrelay.mpi._dtypes import Op, check_tensor, is_differentiable
 from torchrelay.mpi._library import refusal
-from torchrelay.mpi._memory import any_length, packed, placed
+from torchrelay.mpi._memory import packed, placed
 from torchrelay.mpi._settings import settings
 from torchrelay.mpi._transport import Requests
 from torchrelay.mpi._wait import check_usable, finish
@@ -30,15 +30,9 @@ if TYPE_CHECKING:
     from torchrelay.mpi._comm import Comm
 
 __all__ = [
-    "Adjoint",
-    "AlongAxis",
     "Call",
     "Plan",
     "Started",
-    "check_parts",
-    "conjugate",
-    "is_differentiated",
-    "nothing_of",
     "record",
     "run",
     "unchanged",
@@ -51,11 +45,6 @@ OPS: tuple[Op | None, ...] = (None, *Op)
 def unchanged(x: Tensor) -> Tensor:
     """``x``."""
     return x
-
-
-def conjugate(kind: str) -> Callable[..., Call]:
-    """Return the class named ``kind``, for derivatives whose modules cannot import each other."""
-    return _compiled.kinds[kind]
 
 
 @dataclass(slots=True, eq=False)
@@ -72,11 +61,11 @@ class Started:
         return self.result()
 
 
-class Adjoint(NamedTuple):
-    """Path of a cotangent: through ``call`` (None: no communication), then ``complete``."""
+class Plan(NamedTuple):
+    """How to compute a function: communicate ``x`` by ``call``, if given, and then ``complete``."""
 
     call: Call | None
-    grad: Tensor
+    x: Tensor
     complete: Callable[[Tensor], Tensor] = unchanged
 
 
@@ -96,8 +85,6 @@ class Call:
     name: ClassVar[str]
     everyone: ClassVar[bool] = True
     """Whether all ranks of the communicator take part."""
-    passive: ClassVar[bool] = False
-    """Whether its backward communicates nothing."""
     transformable: ClassVar[bool] = True
     """Whether ``torch.func`` can transform it."""
 
@@ -126,14 +113,13 @@ class Call:
     def joined(self, chain: _chain.Chain) -> None:
         """Note that the call has joined a chain, if not all ranks take part in it."""
 
-    def adjoint(self, grad: Tensor) -> Adjoint:
-        """Return the communication that computes the input's cotangent."""
+    def adjoint(self, grad: Tensor) -> Plan:
+        """Return how to compute the input's cotangent."""
         raise NotImplementedError
 
     def backward(self, grad: Tensor) -> Tensor | None:
         """Return the input's cotangent, computed with recorded communications."""
-        call, grad, complete = self.adjoint(grad)
-        return complete(grad if call is None else record(call, grad))
+        return run(self.adjoint(grad))
 
     def tangent(self, tangent: Tensor) -> Tensor:
         """Return the output's tangent."""
@@ -200,35 +186,6 @@ class Call:
     def peers(self) -> Iterable[int]:
         """Return the ranks that this call waits for."""
         return range(self.comm.size)
-
-
-def check_parts(call: Call, lengths: Sequence[int], there: int, axis: int) -> None:
-    """Raise :class:`ArgumentError` if the ``lengths`` that ranks ask for are not all there is."""
-    if min(lengths) < 0 or sum(lengths) != there:
-        raise ArgumentError(
-            f"{call.describe()}: the ranks ask for {list(lengths)}, together {sum(lengths)}, but "
-            f"there are {there} along axis {axis}"
-        )
-
-
-class AlongAxis(Call):
-    """A call on tensors that are cut or concatenated along an axis."""
-
-    __slots__ = ()
-    axis: int
-
-    def batched(self, size: int) -> Call:
-        return replace(self, axis=self.axis + 1)  # type: ignore[call-arg]
-
-    def in_graph(self, x: Tensor) -> Call | None:
-        return self if self.uniform else None
-
-    def fields(self, x: Tensor) -> _headers.Fields:
-        shape = x.shape if self.uniform else any_length(x, self.axis)
-        return (self.name, self.arguments(), x.dtype, shape)
-
-    def arguments(self) -> str:
-        return f"axis={self.axis}"
 
 
 _TOKEN = torch.empty(())
@@ -355,13 +312,10 @@ def record(call: Call, x: Tensor) -> Tensor:
         raise ArgumentError(f"{what}: MPI refuses it: {cause}") from error
 
 
-Plan: TypeAlias = tuple[Call, Tensor, Callable[[Tensor], Tensor]]
-"""A call, what it communicates, and what makes the function's result of its result."""
-
-
-def run(call: Call, x: Tensor, complete: Callable[[Tensor], Tensor]) -> Tensor:
-    """Run a plan."""
-    return complete(record(call, x))
+def run(plan: Plan) -> Tensor:
+    """Run ``plan``, recorded in the graph if grad mode is on."""
+    call, x, complete = plan
+    return complete(x if call is None else record(call, x))
 
 
 def _plain(call: Call, x: Tensor) -> Tensor:
@@ -384,7 +338,9 @@ def _record(call: Call, x: Tensor) -> Tensor:
     check_usable(call.comm)
     if settings.debug and call.everyone:
         is_recorded = is_grad_enabled() and call.differentiable(x)
-        _headers.agree(call, (*call.fields(x), "recorded" if is_recorded else "not recorded"))
+        _headers.exchange_numbers(
+            call, (*call.fields(x), "recorded" if is_recorded else "not recorded")
+        )
     if not (is_grad_enabled() or transforms_active() or forward_mode_active()):
         # Backward passes too.
         return call.forward(x)
@@ -404,7 +360,7 @@ def _record_plain(call: Call, x: Tensor) -> Tensor:
     if call.comm.size == 1 and call.everyone:  # nobody to be in step with
         return _apply(call, x, _chain.ROOT)[0]  # type: ignore[no-any-return]
     chain = _chain.current()
-    y, chain.head = _apply(call, x, chain.extend(None if call.passive else call.name))
+    y, chain.head = _apply(call, x, chain.extend(call.name))
     return y  # type: ignore[no-any-return]
 
 
@@ -451,13 +407,3 @@ def _transform_token() -> Tensor:
         if _torch.is_transformed(head):
             return head
     return torch.zeros(())
-
-
-def is_differentiated() -> bool:
-    """Return whether derivatives may be needed; equal on all ranks."""
-    return is_grad_enabled() or forward_mode_active()
-
-
-def nothing_of(y: Tensor) -> Tensor:
-    """Return zeros of y's shape that depend on it, so that a loss of them runs its backward."""
-    return torch.where(torch.zeros((), dtype=torch.bool, device=y.device), y, 0)

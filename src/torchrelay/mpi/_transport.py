@@ -28,6 +28,7 @@ __all__ = [
     "PROC_NULL",
     "UNDEFINED",
     "Message",
+    "Part",
     "Requests",
     "Testable",
     "Transport",
@@ -49,6 +50,8 @@ class Testable(Protocol):
 
 
 Requests: TypeAlias = Sequence[Testable]
+Part: TypeAlias = "Tensor | Blocks | None"
+"""What a rank sends or receives; None: nothing."""
 
 
 class Message(Testable, Protocol):
@@ -89,17 +92,15 @@ class Transport(Protocol):
         For transports that cannot report that the data of different calls met.
         """
 
-    def allreduce(self, source: Tensor, result: Tensor, op: Op, arrived: bool) -> Requests:
-        """Reduce all ranks' ``source`` into every rank's ``result``.
+    def reduce(
+        self, source: Tensor, result: Tensor, op: Op, root: int | None, arrived: bool
+    ) -> Requests:
+        """Reduce all ranks' ``source`` into root's ``result``, or into every rank's.
+
+        They may be the same memory. The ``result`` of other ranks is undefined afterwards.
 
         Raises:
             ArgumentError: the operation is undefined for the dtype.
-        """
-
-    def reduce(self, source: Tensor, result: Tensor, op: Op, root: int, arrived: bool) -> Requests:
-        """Reduce all ranks' ``source`` into root's ``result``, which may be the same memory.
-
-        That of other ranks is undefined afterwards.
         """
 
     def scan(
@@ -123,21 +124,16 @@ class Transport(Protocol):
     def broadcast(self, memory: Tensor, root: int, arrived: bool) -> Requests:
         """Copy root's ``memory`` into that of every rank."""
 
-    def allgather(self, block: Tensor, received: Blocks, arrived: bool) -> Requests:
-        """Copy every rank's block to every rank."""
-
-    def gather(
-        self, block: Tensor, received: Blocks, root: int, total: int, arrived: bool
+    def move(
+        self, name: str, sent: Part, received: Part, root: int | None, total: int, arrived: bool
     ) -> Requests:
-        """Copy every rank's block to ``root``; ``total`` is the number of elements there."""
+        """Copy blocks between ranks, as MPI's function ``name``.
 
-    def scatter(
-        self, sending: Blocks | None, received: Tensor, root: int, total: int, arrived: bool
-    ) -> Requests:
-        """Copy root's block r to rank r; ``total`` is the number of elements on root."""
-
-    def alltoall(self, sending: Blocks, received: Blocks, total: int, arrived: bool) -> Requests:
-        """Copy block r to rank r; ``total`` is equal on all ranks and no smaller than theirs."""
+        Args:
+            sent: a block for each rank, or one block: for root, or for every rank.
+            received: a block of each rank, or one of root.
+            total: the largest number of elements of a rank; equal on all ranks.
+        """
 
     def isend(self, memory: Tensor, dest: int, tag: int) -> Testable:
         """Start to send ``memory`` of this host; nothing to PROC_NULL."""

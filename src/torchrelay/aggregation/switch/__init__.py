@@ -13,7 +13,7 @@ number of workers.
 from __future__ import annotations
 
 from torchrelay._native import SwitchWorkerStats
-from torchrelay.aggregation.switch._client import SwitchClient
+from torchrelay.aggregation.switch._client import SwitchClient, Uplink
 from torchrelay.aggregation.switch._controller import Controller
 from torchrelay.aggregation.switch._data_plane import (
     DataPlane,
@@ -24,7 +24,6 @@ from torchrelay.aggregation.switch._data_plane import (
 )
 from torchrelay.aggregation.switch._server import SwitchServer
 from torchrelay.aggregation.switch._udp import UdpDataPlane
-from torchrelay.aggregation.switch._uplink import Uplink
 from torchrelay.aggregation.switch._xdp import XdpDataPlane
 
 __all__ = [

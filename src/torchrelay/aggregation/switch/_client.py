@@ -1,14 +1,16 @@
-"""A host's connection to a switch: it joins a session and sums tensors over the session's
-workers.
+"""Connections to a switch: a worker joins a session and sums tensors over the session's workers; in
+a tree of switches, a rack's switch joins the session of the one above it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import secrets
 import select
 import socket
 import time
+from dataclasses import dataclass
 
 import torch
 
@@ -28,9 +30,10 @@ from torchrelay.errors import (
     UnavailableError,
 )
 
-__all__ = ["SwitchClient", "ask_missing", "connect", "join_session", "leave"]
+__all__ = ["SwitchClient", "Uplink"]
 
 _RESEND_S = 0.2
+_ANSWER_S = 0.5  # of the switch above; less than workers wait until they ask again
 _DTYPES = {torch.int32: _native.Dtype.int32, torch.float32: _native.Dtype.float32}
 
 
@@ -71,10 +74,10 @@ class SwitchClient(Resource):
         )
         with contextlib.ExitStack() as unless_joined:
             self._control, *sockets = (
-                unless_joined.enter_context(connect(self.switch))
+                unless_joined.enter_context(_connect(self.switch))
                 for _ in range(1 + options.num_worker_threads)
             )
-            join_session(sockets, self.switch, session_id, rank, shape, timeout_s)
+            _join_session(sockets, self.switch, session_id, rank, shape, timeout_s)
             descriptors = [sock.detach() for sock in sockets]
             self._native = _native.SwitchWorker(
                 descriptors, self.switch, rank, num_workers, numel, window, retry
@@ -125,11 +128,11 @@ class SwitchClient(Resource):
             return
         self._is_closed = True
         self._native.close()
-        leave(self._control, self.session_id, self.rank)
+        _leave(self._control, self.session_id, self.rank)
         self._control.close()
 
     def _who_is_missing(self, message: str) -> tuple[str, list[int]]:
-        ranks = ask_missing(self._control, self.session_id, 5 * _RESEND_S)
+        ranks = _ask_missing(self._control, self.session_id, 5 * _RESEND_S)
         if ranks is None:
             return f"{message}; the switch does not answer", []
         if not ranks:
@@ -138,6 +141,90 @@ class SwitchClient(Resource):
                 "an XDP switch whose driver needs --mode generic"
             ), []
         return f"{message}; it waits for {listed('worker', ranks)}", ranks
+
+
+@dataclass(frozen=True)
+class Uplink:
+    """The place of a leaf switch below another one, of which it is a worker.
+
+    Of a session's n workers, rack ``i`` has the ``i``-th n / num_racks. The leaf adds what they
+    send, and joins the session above it as worker ``rack`` of ``num_racks``, so any switch can be
+    above it, also another leaf.
+
+    Args:
+        switch: above; ``host`` or ``host:port``.
+        rack: index of this leaf.
+        num_racks: below that switch.
+
+    Raises:
+        ConfigError: ``rack`` is not below ``num_racks``.
+    """
+
+    switch: str
+    rack: int
+    num_racks: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rack < self.num_racks:
+            raise ConfigError(
+                f"rack {self.rack} of {self.num_racks}: racks have numbers from 0 to "
+                f"{self.num_racks - 1}"
+            )
+
+    def ranks(self, shape: SessionShape) -> range:
+        """Return the ranks of this rack's workers.
+
+        Raises:
+            ArgumentError: the racks cannot have equally many.
+        """
+        size, rest = divmod(shape.num_workers, self.num_racks)
+        if rest or not size:
+            raise ArgumentError(
+                f"a session of {shape.num_workers} workers cannot be divided among "
+                f"{self.num_racks} racks"
+            )
+        return range(self.rack * size, (self.rack + 1) * size)
+
+    def join(self, session_id: int, shape: SessionShape) -> socket.socket:
+        """Return a socket that the switch above knows as this rack's.
+
+        Raises:
+            UnavailableError: it does not admit this rack within half a second. Try again.
+        """
+        above = dataclasses.replace(shape, num_workers=self.num_racks)
+        sock = _connect(self.switch)
+        try:
+            _join_session(
+                [sock], self.switch, _above(session_id, shape), self.rack, above, _ANSWER_S
+            )
+        except BaseException:
+            sock.close()
+            raise
+        return sock
+
+    def leave(self, session_id: int, shape: SessionShape) -> None:
+        """Notify the switch above that this rack's workers have left."""
+        with contextlib.suppress(UnavailableError), _connect(self.switch) as sock:
+            _leave(sock, _above(session_id, shape), self.rack)
+
+    def missing(self, session_id: int, shape: SessionShape) -> list[int] | None:
+        """Return all ranks of the racks that the switch above waits for; None if it does not
+        answer.
+        """
+        with _connect(self.switch) as sock:
+            racks = _ask_missing(sock, _above(session_id, shape), _ANSWER_S)
+        if racks is None:
+            return None
+        return [
+            rank for rack in racks for rank in dataclasses.replace(self, rack=rack).ranks(shape)
+        ]
+
+
+def _above(session_id: int, shape: SessionShape) -> int:
+    """Return the session's id above, where racks that expect different numbers of workers must not
+    meet: their float32 sums would have different scales.
+    """
+    return (session_id + shape.num_workers) % (1 << 64)
 
 
 # --- how a worker, or a leaf switch, asks a switch: datagrams until one is answered
@@ -155,7 +242,7 @@ def _parse_address(text: str) -> tuple[str, int]:
     return host, int(port) if port else _native.SWITCH_UDP_PORT
 
 
-def connect(switch: str) -> socket.socket:
+def _connect(switch: str) -> socket.socket:
     """Return a UDP socket that is connected to a switch (``host:port``)."""
     sock = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     try:
@@ -188,7 +275,7 @@ def _ask(
     return None
 
 
-def ask_missing(sock: socket.socket, session_id: int, timeout_s: float) -> list[int] | None:
+def _ask_missing(sock: socket.socket, session_id: int, timeout_s: float) -> list[int] | None:
     """Return the ranks of the workers that a session waits for; None if the switch does not
     answer.
     """
@@ -198,13 +285,13 @@ def ask_missing(sock: socket.socket, session_id: int, timeout_s: float) -> list[
     return None if answer is None else control.decode_ranks(answer.body)
 
 
-def leave(sock: socket.socket, session_id: int, rank: int) -> None:
+def _leave(sock: socket.socket, session_id: int, rank: int) -> None:
     """Notify the switch that a worker has left its session."""
     with contextlib.suppress(OSError):  # the switch is gone
         sock.send(control.encode(ControlKind.LEAVE, session_id, control.encode_ranks([rank])))
 
 
-def join_session(
+def _join_session(
     sockets: list[socket.socket],
     switch: str,
     session_id: int,

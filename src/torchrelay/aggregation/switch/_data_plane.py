@@ -7,10 +7,14 @@ from any thread.
 
 from __future__ import annotations
 
+import dataclasses
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
+
+from torchrelay import _native
+from torchrelay._telemetry import MetricSample
 
 __all__ = [
     "ControlMessage",
@@ -77,6 +81,32 @@ class SwitchStats:
     port: int
     counts: Mapping[str, int]
     sessions: tuple[SessionStats, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain values; without session ids, which are secrets that admit to sessions."""
+        values = dataclasses.asdict(self)
+        values |= values.pop("counts")
+        for index, (stats, session) in enumerate(
+            zip(self.sessions, values["sessions"], strict=True)
+        ):
+            session |= {"index": index, "idle_s": stats.idle_s, **session.pop("counts")}
+            session["workers"] = dict(enumerate(session["workers"]))
+            del session["session_id"]
+        return values
+
+    def samples(self) -> Iterator[MetricSample]:
+        """Yield the statistics for Prometheus."""
+        labels = {"data_plane": self.data_plane}
+        for name, meaning in _native.switch_stats().items():
+            yield MetricSample(f"switch_{name}", meaning, "counter", self.counts[name], labels)
+        sessions = "Sessions that are open"
+        yield MetricSample("switch_sessions", sessions, "gauge", len(self.sessions), labels)
+        again = "Packets that a worker of an open session sent again"
+        for index, session in enumerate(self.sessions):
+            for rank, worker in enumerate(session.workers):
+                place = {"session": str(index), "worker": str(rank)}
+                count = worker.retransmissions
+                yield MetricSample("switch_worker_retransmissions", again, "gauge", count, place)
 
 
 @dataclass(frozen=True)

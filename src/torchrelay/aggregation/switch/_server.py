@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from torchrelay._resource import Resource
 from torchrelay.aggregation.switch import _control as control
+from torchrelay.aggregation.switch._client import Uplink
 from torchrelay.aggregation.switch._control import ControlKind, ControlRequest, Join
 from torchrelay.aggregation.switch._data_plane import (
     ControlMessage,
@@ -19,7 +20,6 @@ from torchrelay.aggregation.switch._data_plane import (
     SessionShape,
     SwitchStats,
 )
-from torchrelay.aggregation.switch._uplink import Uplink
 from torchrelay.errors import ArgumentError, ConfigError, TorchRelayError, UnavailableError
 
 __all__ = ["SwitchServer"]

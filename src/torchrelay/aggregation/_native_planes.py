@@ -1,5 +1,5 @@
-"""The data plane of ranks on several hosts: shared memory within each, TCP and a switch between
-them.
+"""The native core as data planes: of ranks on one host, over a shared segment; of ranks on
+several hosts, with shared memory within each, TCP and a switch between them.
 """
 
 from __future__ import annotations
@@ -9,14 +9,13 @@ import logging
 import threading
 from typing import TYPE_CHECKING
 
-import torch
+from torch import Tensor
 
 from torchrelay import _native, _torch, config
 from torchrelay._addresses import address_for_peers
-from torchrelay._communicators import hosts_of, open_between
-from torchrelay.aggregation._dtypes import NATIVE
-from torchrelay.aggregation._plane import LinkStats, Op, PlaneStats
-from torchrelay.aggregation._shm import NativePlane, ShmPlane
+from torchrelay._communicators import hosts_of, open_between, open_local
+from torchrelay.aggregation._dtypes import NATIVE, code
+from torchrelay.aggregation._plane import LinkStats, Op, PlaneStats, Tensors
 from torchrelay.aggregation._switch_transport import SwitchTransport, join, terms
 from torchrelay.config import Aggregation
 from torchrelay.errors import ConfigError
@@ -26,14 +25,119 @@ from torchrelay.world import Meeting
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-    from torchrelay._native import Ticket
+    from torchrelay._native import Ticket, Transfer
 
-__all__ = ["HostsPlane"]
+__all__ = ["HostsPlane", "ShmPlane"]
 
 _logger = logging.getLogger("torchrelay.aggregation")
 # The payload in each rank's record: of all ranks' together, at least and at most.
 _TABLE_BYTES = 16384
 _LEAST_INLINE_BYTES, _MOST_INLINE_BYTES = 256, 2048
+
+
+class NativePlane:
+    """Those methods of a :class:`_plane.Plane` that a native communicator implements."""
+
+    native: _native.Communicator | _native.HostCommunicator
+    _payload_bytes = 0
+
+    def all_reduce(
+        self, output: Tensor, source: Tensor, op: Op, timeout_s: float, block: bool
+    ) -> Ticket | None:
+        self._payload_bytes += output.nbytes
+        address = 0 if source is output else source.data_ptr()
+        dtype = NATIVE[output.dtype]
+        return self.native.all_reduce(
+            output.data_ptr(), output.numel(), dtype, op, timeout_s, block, address
+        )
+
+    def reduce(
+        self, tensor: Tensor, op: Op, root: int, timeout_s: float, block: bool
+    ) -> Ticket | None:
+        self._payload_bytes += tensor.nbytes
+        return self.native.reduce(
+            tensor.data_ptr(), tensor.numel(), NATIVE[tensor.dtype], op, root, timeout_s, block
+        )
+
+    def reduce_scatter(
+        self, output: Tensor, inputs: Tensors, op: Op, timeout_s: float, block: bool
+    ) -> Ticket | None:
+        self._payload_bytes += output.nbytes * len(inputs)
+        addresses = [tensor.data_ptr() for tensor in inputs]
+        return self.native.reduce_scatter(
+            addresses, output.data_ptr(), output.numel(), NATIVE[output.dtype], op, timeout_s, block
+        )
+
+    def _block(self, tensor: Tensor) -> tuple[int, int, int]:
+        """Return address, bytes and dtype of a tensor, whose bytes count."""
+        self._payload_bytes += tensor.nbytes
+        return tensor.data_ptr(), tensor.nbytes, code(tensor.dtype)
+
+    def broadcast(self, tensor: Tensor, root: int, timeout_s: float, block: bool) -> Ticket | None:
+        return self.native.broadcast(*self._block(tensor), root, timeout_s, block)
+
+    def all_gather(
+        self, outputs: Tensors, tensor: Tensor, timeout_s: float, block: bool
+    ) -> Ticket | None:
+        address, size, dtype = self._block(tensor)
+        return self.native.all_gather(address, size, _blocks(outputs), dtype, timeout_s, block)
+
+    def gather(
+        self, outputs: Tensors, tensor: Tensor, root: int, timeout_s: float, block: bool
+    ) -> Ticket | None:
+        address, size, dtype = self._block(tensor)
+        return self.native.gather(address, size, _blocks(outputs), dtype, root, timeout_s, block)
+
+    def scatter(
+        self, output: Tensor, inputs: Tensors, root: int, timeout_s: float, block: bool
+    ) -> Ticket | None:
+        address, size, dtype = self._block(output)
+        return self.native.scatter(_blocks(inputs), address, size, dtype, root, timeout_s, block)
+
+    def all_to_all(
+        self, outputs: Tensors, inputs: Tensors, timeout_s: float, block: bool
+    ) -> Ticket | None:
+        self._payload_bytes += sum(tensor.nbytes for tensor in inputs)
+        dtype = code(inputs[0].dtype)
+        return self.native.all_to_all(_blocks(inputs), _blocks(outputs), dtype, timeout_s, block)
+
+    def barrier(self, timeout_s: float, block: bool) -> Ticket | None:
+        return self.native.barrier(timeout_s, block)
+
+    def send(self, tensor: Tensor, to: int, tag: int, timeout_s: float) -> Transfer:
+        address, size, dtype = self._block(tensor)
+        return self.native.send(address, size, to, tag, dtype, timeout_s)
+
+    def receive(self, tensor: Tensor, source: int, tag: int, timeout_s: float) -> Transfer:
+        return self.native.receive(
+            tensor.data_ptr(), tensor.nbytes, source, tag, code(tensor.dtype), timeout_s
+        )
+
+    def wait_transfer(self, transfer: Transfer, timeout_s: float) -> bool:
+        return self.native.wait_transfer(transfer, timeout_s)
+
+
+class ShmPlane(NativePlane):
+    """The :class:`_plane.Plane` of a rank in a group whose ranks all run on this host.
+
+    Creation is collective; see :func:`open_local`, also for its errors.
+
+    Args:
+        meeting: of the group's ranks.
+    """
+
+    name = "shm"
+    native: _native.Communicator
+
+    def __init__(self, meeting: Meeting, timeout_s: float, settings: Aggregation) -> None:
+        self.native = open_local(meeting, timeout_s, settings)
+
+    def stats(self) -> PlaneStats:
+        native = self.native
+        return PlaneStats(self.name, native.jobs, self._payload_bytes, native.waiting_ns * 1e-9)
+
+    def close(self) -> None:
+        self.native.close()
 
 
 class HostsPlane(NativePlane):
@@ -112,28 +216,23 @@ class HostsPlane(NativePlane):
             )
 
     def all_reduce(
-        self, tensor: torch.Tensor, op: Op, timeout_s: float, block: bool
+        self, output: Tensor, source: Tensor, op: Op, timeout_s: float, block: bool
     ) -> Ticket | None:
-        if self._switch is None or not self._switch.takes(tensor.dtype, op):
-            return super().all_reduce(tensor, op, timeout_s, block)
-        self._payload_bytes += tensor.nbytes
+        if self._switch is None or not self._switch.takes(output.dtype, op):
+            return super().all_reduce(output, source, op, timeout_s, block)
+        if source is not output:
+            output.copy_(source)
+        self._payload_bytes += output.nbytes
         return self.native.all_reduce_through(
-            tensor.data_ptr(),
-            tensor.numel(),
-            NATIVE[tensor.dtype],
+            output.data_ptr(),
+            output.numel(),
+            NATIVE[output.dtype],
             op,
             self._switch.piece_bytes,
-            *self._switch.calls(tensor.detach().view(-1), op),
+            *self._switch.calls(output.detach().view(-1), op),
             timeout_s,
             block,
         )
-
-    def sum_into(self, output: torch.Tensor, source: torch.Tensor, timeout_s: float) -> None:
-        if self._switch is None:
-            super().sum_into(output, source, timeout_s)
-        else:
-            output.copy_(source)
-            self.all_reduce(output, Op.SUM, timeout_s, True)
 
     # --- what a group says about itself, and its end
 
@@ -173,3 +272,7 @@ def _inline_bytes(ranks: int, has_switch: bool) -> int:
         return _LEAST_INLINE_BYTES
     share_bytes = _TABLE_BYTES // ranks // 8 * 8
     return min(max(share_bytes, _LEAST_INLINE_BYTES), _MOST_INLINE_BYTES)
+
+
+def _blocks(tensors: Tensors) -> list[tuple[int, int]]:
+    return [(tensor.data_ptr(), tensor.nbytes) for tensor in tensors]
