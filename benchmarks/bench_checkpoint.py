@@ -34,7 +34,7 @@ from typing import Any
 import torch
 from checkpoint_cases import CASES, COLUMNS, LONG_S, TENSORS, Figures, run_rank, total_bytes
 from checkpoint_shard import load_eager, load_shard, save_model
-from report import free_port, gigabytes, spread, table, write
+from report import free_port, gigabytes, table, write
 from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -83,22 +83,16 @@ def fresh(
         return pool.submit(function, model, folder).result()
 
 
-def shard_rows(model: str, folder: str, repeats: int) -> Iterator[list[str]]:
+def shard_rows(model: str, folder: str) -> Iterator[list[str]]:
     fresh(save_model, model, folder)
-    names = {
-        load_shard: "deferred, torchrelay reads 1/16",
-        load_eager: "eager, DCP reads all of it",
-    }
-    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in names.values()}
-    for _ in range(repeats):
-        for function, name in names.items():
-            runs[name].append(fresh(function, model, folder))
-    for name, found in runs.items():
-        peak, size = (
-            statistics.median(one[key] for one in found) for key in ("peak_bytes", "model_bytes")
-        )
-        seconds = [one["seconds"] for one in found]
-        yield [name, spread(seconds), gigabytes(peak), gigabytes(size), f"{peak / size:.2f}"]
+    for function, name in (
+        (load_shard, "deferred, torchrelay reads 1/16"),
+        (load_eager, "eager, DCP reads all of it"),
+    ):
+        found = fresh(function, model, folder)
+        peak, size = found["peak_bytes"], found["model_bytes"]
+        seconds = f"{found['seconds']:.2f} s"
+        yield [name, seconds, gigabytes(peak), gigabytes(size), f"{peak / size:.2f}"]
 
 
 # --- Planning for many ranks
@@ -392,7 +386,7 @@ def measure(setup: Setup, parts: list[str]) -> None:
             arguments = (ranks, names, setup.folder, setup.rows, setup.repeats)
             start_processes(run_rank, arguments, ranks, start_method="forkserver")  # type: ignore[no-untyped-call]
     if "shard" in parts:
-        rows = list(shard_rows(setup.model, setup.folder, min(setup.repeats, 3)))
+        rows = list(shard_rows(setup.model, setup.folder))
         setup.figures("shard").write_text(json.dumps(rows))
     if "plan" in parts:
         plans = {
@@ -427,8 +421,8 @@ def report(setup: Setup, image: Path) -> list[str]:
         table(["case", "figure", "reached", "to reach"], list(reached_rows(found, plans))),
         f"A state of {setup.size_mb} MiB in {TENSORS} float32 tensors, one thread of torch on each "
         f"rank. Times are of the slowest rank, medians (least to most) of {setup.repeats} "
-        f"interleaved runs after one that warms up; of what takes over {LONG_S:g} s, one. The "
-        "floors write zeros with the same fsync (what `dd bs=16M conv=fsync` does), read one file "
+        f"interleaved runs after one that warms up; of what takes over {LONG_S:g} s, "
+        "one. The floors write zeros with the same fsync (what `dd bs=16M conv=fsync` does), read one file "
         "on each rank, and copy the state once.",
         *sections,
         f"## Load 1/16 of {setup.model} in a fresh process, files in the page cache",

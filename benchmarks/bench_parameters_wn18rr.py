@@ -159,11 +159,13 @@ NOTES = """Each step takes 512 facts whose subjects belong to the node and asks 
 against 512 negatives, which all questions of the step share. It pulls each row that it needs once,
 and pushes each once. Facts about one object are put into one batch, eight at a time. Negatives are
 drawn by the scheme `local` and announced one step before they are used. A row is 800 bytes of value
-and 800 of Adagrad state. Relocating a key sends both; serving it remotely sends the value and its
-gradient. So for a key that is used once per stay, relocation saves waiting but no bytes. Without
-intents, a step waits for every eighth key, which costs little here, where the network is this
-machine's own memory; its negatives always come from the same half of the entities, which may
-explain its MRR."""
+and 800 of Adagrad state. Relocating a key sends both, there and back; serving it remotely sends the
+value and its gradient. Most keys are used once per stay: with intents they are lent, which sends
+the same 1,600 bytes as serving them, and a record for the announcement. So intents save waiting but
+no bytes. Without intents, a step waits for every eighth key, which costs little here, where the
+network is this machine's own memory and the time of an epoch is processor time; with intents, the
+channels use about a tenth of it. The negatives mostly come from the same half of the entities
+either way."""
 
 
 if __name__ == "__main__":

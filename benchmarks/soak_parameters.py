@@ -6,7 +6,7 @@ cleanly. Then the nodes' workers push, pull, set and announce random keys over l
 reorder and duplicate, while workers are killed (SIGKILL) and started again. Each worker counts in a
 file what it began to push, and what was acknowledged; in the end every count at every node must lie
 between the two, which are equal for who was never killed. Exits with an error, and says what is
-wrong, if anything is.
+wrong, if anything is. By default the rows have optimizer state, so that nodes also lend them.
 
 ``python benchmarks/soak_parameters.py`` takes 12 minutes; ``--seconds`` and ``--starts`` make it
 shorter.
@@ -37,7 +37,7 @@ import torch
 import torch.distributed as dist
 
 from torchrelay import _native, config
-from torchrelay.parameters import AccessHandle, Server, Topology, Worker
+from torchrelay.parameters import AccessHandle, Server, Topology, UpdateRule, Worker
 from torchrelay.parameters._topology import topology_of
 from torchrelay.world import Ranks
 
@@ -47,6 +47,9 @@ PUSHED_KEYS, SET_KEYS = 2000, 120
 ROWS = PUSHED_KEYS + SET_KEYS
 BATCH, LOOKAHEAD, MOST_UNFINISHED = 48, 4, 32
 TIMEOUT_S = 120.0
+# Adagrad whose steps subtract the gradient exactly: beside such an eps, the root of the state is
+# nothing.
+RULES = {"add": UpdateRule("add"), "adagrad": UpdateRule("adagrad", lr=2.0**40, eps=2.0**40)}
 MAX_DELAY_S, DUPLICATES = 0.02, 0.02
 FEWEST_FDS_LOST, LEAST_LEAK_BYTES = 16, 24 << 20  # less is noise
 LATE_THREADS = 1  # plain sockets start one when a socket is first full
@@ -63,6 +66,7 @@ class Plan:
     port: int
     folder: str
     delayed: bool
+    rule: str = "add"
 
     @property
     def size(self) -> int:
@@ -114,7 +118,7 @@ class Load:
         self.announced = deque([self.batch() for _ in range(LOOKAHEAD)])
         self.unfinished: deque[tuple[AccessHandle | None, Keys]] = deque()
         self.ones = np.zeros((BATCH, plan.size), dtype=np.float32)
-        self.ones[:, rank] = 1
+        self.ones[:, rank] = 1 if plan.rule == "add" else -1  # gradients are subtracted
 
     def batch(self) -> Keys:
         return (PUSHED_KEYS * self.random.random(BATCH) ** 3).astype(np.int64)
@@ -205,7 +209,9 @@ def run_worker(plan: Plan, rank: int) -> None:
     """
     torch.set_num_threads(1)
     store = plan.store()
-    server = Server(ROWS, length=plan.size, topology=plan.topology(rank, store))
+    server = Server(
+        ROWS, length=plan.size, rule=RULES[plan.rule], topology=plan.topology(rank, store)
+    )
     worker = Worker(rank % plan.members, server)
     load = Load(plan, rank, server, worker)
     leads = rank % plan.members == 0
@@ -302,12 +308,12 @@ class Outcome:
     wrong: list[str] = field(default_factory=list)
 
 
-def soak(seconds: float, nodes: int, members: int) -> Outcome:
+def soak(seconds: float, nodes: int, members: int, rule: str) -> Outcome:
     """Random load, while workers that serve nobody are killed and started again."""
     outcome = Outcome(seconds)
     chance = random.Random(1)
     with tempfile.TemporaryDirectory() as folder:
-        plan = Plan(nodes, members, report.free_port(), folder, delayed=True)
+        plan = Plan(nodes, members, report.free_port(), folder, True, rule)
         for rank in range(plan.size):
             np.zeros((3, ROWS), dtype=np.int64).tofile(Path(folder) / f"{rank}.journal")
         store = plan.store(master=True)
@@ -444,6 +450,7 @@ def main() -> None:
     parser.add_argument("--starts", type=int, default=50, help="of nodes, before that")
     parser.add_argument("--nodes", type=int, default=3)
     parser.add_argument("--members", type=int, default=2, help="workers of a node")
+    parser.add_argument("--rule", choices=RULES, default="adagrad", help="of pushes")
     parser.add_argument("--write", action="store_true", help="the results file")
     arguments = parser.parse_args()
     _context.set_forkserver_preload(["torch", "torch.distributed", "torchrelay.parameters"])
@@ -453,7 +460,7 @@ def main() -> None:
         seconds, wrong = starts(arguments.starts)
         parts.append(started(seconds, wrong))
     if arguments.seconds:
-        outcome = soak(arguments.seconds, arguments.nodes, arguments.members)
+        outcome = soak(arguments.seconds, arguments.nodes, arguments.members, arguments.rule)
         parts += described(outcome, arguments.nodes, arguments.members)
         wrong += outcome.wrong
     if wrong:

@@ -135,6 +135,12 @@ void register_store(nb::module_& module) {
       .def(
           "set_step", [](Store& store, double step) { store.header().step.store(step); }, "step"_a)
       .def(
+          "holds",
+          [](const Store& store, Address keys, std::size_t count) {
+            return store.index().holds(pointer<const std::int64_t>(keys), count);
+          },
+          "keys"_a, "count"_a, Released())
+      .def(
           "nearest_local",
           [](const Store& store, Address keys, std::size_t count, std::int64_t low, std::int64_t high,
              const std::vector<std::int64_t>& taken, bool distinct, Address drawable) {

@@ -34,7 +34,7 @@ TEST(intents_begin_in_time_and_expire) {
   const auto round = [&](std::int64_t clock) {
     intents.round(
         clock,
-        [&](std::int64_t key) {
+        [&](std::int64_t key, std::int64_t) {
           begun.push_back(key);
           return true;
         },

@@ -66,6 +66,7 @@ void Channel::loop() {
     if (Clock::now() >= next_round_) round();
     fence_.serve();
     replies_.send_waiting();
+    owner_.send_acks();
     state_.outbox.flush_all();
     peers_.beat();
     peers_.report_loss();
@@ -117,9 +118,8 @@ void Channel::handle_bundle(const Header& header, const Message& message) {
   Reader reader(message.data() + sizeof(Header), message.size_bytes() - sizeof(Header));
   for (std::uint32_t i = 0; i < header.count; ++i) {
     const auto record = reader.take<Record>();
-    const std::byte* payload = reader.take_bytes(record.payload_bytes);
+    const std::byte* payload = reader.take_bytes(payload_bytes(record));
     try {
-      check_record(record);
       handle_record(record, payload);
     } catch (const Error& error) {  // the other records are not to blame
       if (error.code() != Code::kProtocol) throw;
@@ -128,26 +128,23 @@ void Channel::handle_bundle(const Header& header, const Message& message) {
   }
 }
 
-void Channel::check_record(const Record& record) const {
+std::size_t Channel::payload_bytes(const Record& record) const {
   const Store& store = *state_.store;
-  if (!store.header().valid(record.key) || store.header().channel_of(record.key) != state_.channel_id ||
-      record.node >= state_.num_nodes())
+  if (record.node >= state_.num_nodes()) throw_senseless();
+  if (record.kind == RecordKind::kAck) return 0;
+  if (!store.header().valid(record.key) || store.header().channel_of(record.key) != state_.channel_id)
     throw_senseless();
-  const std::size_t bytes = record.payload_bytes;
   const std::size_t value = store.value_bytes(Op::kPull, record.key);
   const std::size_t row = store.value_bytes(Op::kPullRow, record.key);
-  const auto fits = [&] {
-    switch (record.kind) {
-      case RecordKind::kGrant:
-      case RecordKind::kTransfer:
-      case RecordKind::kRefresh: return bytes == row;
-      case RecordKind::kAcquire: return bytes == 0;
-      case RecordKind::kUpdate: return bytes == 0 || bytes == value;
-      case RecordKind::kOverwrite: return bytes == ((record.flags & kWholeRow) != 0 ? row : value);
-      default: return true;
-    }
-  };
-  if (!fits()) throw_senseless();
+  switch (record.kind) {
+    case RecordKind::kGrant:
+    case RecordKind::kTransfer: return row;
+    case RecordKind::kLoan: return value;
+    case RecordKind::kUpdate: return (record.flags & kEmpty) != 0 ? 0 : value;
+    case RecordKind::kRefresh:
+    case RecordKind::kOverwrite: return (record.flags & kWholeRow) != 0 ? row : value;
+    default: return 0;
+  }
 }
 
 void Channel::handle_record(const Record& record, const std::byte* payload) {
@@ -155,7 +152,8 @@ void Channel::handle_record(const Record& record, const std::byte* payload) {
     case RecordKind::kAcquire: return owner_.handle_acquire(record);
     case RecordKind::kUpdate:
     case RecordKind::kOverwrite: return owner_.handle_replica_write(record, payload);
-    case RecordKind::kGrant: return replicas_.handle_grant(record, payload);
+    case RecordKind::kGrant:
+    case RecordKind::kLoan: return replicas_.handle_grant(record, payload);
     case RecordKind::kTransfer: return replicas_.handle_transfer(record, payload);
     case RecordKind::kRefresh: return replicas_.handle_refresh(record, payload);
     case RecordKind::kAck: return replicas_.handle_ack(record);
@@ -188,7 +186,7 @@ void Channel::sync_changed() {
     const std::int64_t key = entry.key();
     if (!store.header().valid(key) || store.header().channel_of(key) != state_.channel_id) return;
     if (entry->state == State::kReplica) replicas_.sync(entry, false);
-    if (entry->state == State::kOwned) owner_.refresh_replicas(entry);
+    if (entry->state == State::kOwned) owner_.refresh_replicas(entry, false);
   });
   owner_.end_refreshes();
 }

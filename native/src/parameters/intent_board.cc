@@ -41,7 +41,7 @@ void IntentBoard::round() {
 
 void IntentBoard::step(WorkerIntents& intents, std::int64_t clock) {
   intents.round(
-      clock, [this](std::int64_t key) { return replicas_.begin_intent(key); },
+      clock, [this](std::int64_t key, std::int64_t clocks) { return replicas_.begin_intent(key, clocks); },
       [this](std::int64_t key) { replicas_.end_intent(key); });
 }
 

@@ -43,6 +43,8 @@ std::int64_t TickEstimate::window(std::int64_t ticks) {
 }
 
 void WorkerIntents::announce(std::int64_t start, std::int64_t end, std::vector<std::int64_t> keys) {
+  std::ranges::sort(keys);
+  keys.erase(std::ranges::unique(keys).begin(), keys.end());
   future_.emplace(start, Announced{end, std::move(keys)});
 }
 
@@ -52,10 +54,11 @@ void WorkerIntents::round(std::int64_t clock, const Begin& begin, const Expire& 
   const std::int64_t window = estimate_.window(ticks);
   const std::int64_t horizon = clock > INT64_MAX - window ? INT64_MAX : clock + window;
   while (!future_.empty() && future_.begin()->first <= horizon) {
+    const std::int64_t start = std::max(clock, future_.begin()->first);
     Announced announced = std::move(future_.begin()->second);
     future_.erase(future_.begin());
     if (announced.end <= clock) continue;
-    std::erase_if(announced.keys, [&begin](std::int64_t key) { return !begin(key); });
+    std::erase_if(announced.keys, [&](std::int64_t key) { return !begin(key, announced.end - start); });
     live_.emplace(announced.end, std::move(announced.keys));
   }
   while (!live_.empty() && live_.begin()->first <= clock) {

@@ -43,6 +43,16 @@ std::vector<std::int64_t> KeyIndex::owned_keys() const {
   return keys;
 }
 
+bool KeyIndex::holds(const std::int64_t* keys, std::size_t count) const {
+  return std::all_of(keys, keys + count, [this](std::int64_t key) {
+    const std::int64_t entry_index = find(key);
+    if (entry_index < 0) return false;
+    const Entry& entry = slab_.entry(entry_index);
+    return entry.slot.load(std::memory_order_relaxed) != kNoSlot &&
+           !(entry.has(kLent) && entry.has(kDirty | kLeaving));
+  });
+}
+
 std::size_t KeyIndex::nearest_local(std::int64_t* keys, std::size_t count, std::int64_t low,
                                     std::int64_t high, const std::vector<std::int64_t>& taken, bool distinct,
                                     const std::uint8_t* drawable) const {
@@ -50,8 +60,9 @@ std::size_t KeyIndex::nearest_local(std::int64_t* keys, std::size_t count, std::
   const auto usable = [&](std::int64_t key) {
     if (key < low || key >= high || (drawable != nullptr && drawable[key - low] == 0)) return false;
     const std::int64_t entry_index = find(key);
-    return entry_index >= 0 && slab_.entry(entry_index).slot.load(std::memory_order_relaxed) != kNoSlot &&
-           !used.contains(key);
+    if (entry_index < 0) return false;
+    const Entry& entry = slab_.entry(entry_index);
+    return entry.slot.load(std::memory_order_relaxed) != kNoSlot && !entry.has(kLent) && !used.contains(key);
   };
   for (std::size_t i = 0; i < count; ++i) {
     std::int64_t distance = 0;

@@ -7,9 +7,8 @@ constexpr std::size_t kLargeBytes = std::size_t{256} << 10;  // of a bundle that
 
 }  // namespace
 
-void Outbox::put(std::uint32_t node, Record record, const void* payload, std::size_t payload_bytes) {
+void Outbox::put(std::uint32_t node, const Record& record, const void* payload, std::size_t payload_bytes) {
   Bundle& bundle = bundles_[node];
-  record.payload_bytes = static_cast<std::uint32_t>(payload_bytes);
   const std::size_t at = bundle.bytes.size();
   bundle.bytes.resize(at + sizeof record + payload_bytes);
   std::memcpy(bundle.bytes.data() + at, &record, sizeof record);

@@ -70,11 +70,15 @@ void RequestRouter::forward(const RequestHead& head, const ByNode& by_node) {
 
 void RequestRouter::place_missed(KeyRequest request, const Message& message, ByNode& by_node) {
   const OwnerLookup known = look_up_owner(request.key);
-  if (known.entry_index >= 0 && sets(static_cast<Op>(request.head.op))) {
+  if (known.entry_index >= 0 && node_of(request.head.requester) == state_.node) {
     const Entry& entry = state_.store->entry(known.entry_index);
-    if (entry.state == State::kReplica && node_of(request.head.requester) == state_.node)
-      return entry.has(kLeaving) ? park(request.key, ParkedRequest{message, request})
-                                 : replicas_.overwrite(known.entry_index, request);
+    if (entry.state == State::kReplica) {
+      const bool sets_key = sets(static_cast<Op>(request.head.op));
+      const bool lent = entry.has(kLent);
+      if (sets_key && !lent && !entry.has(kLeaving)) return replicas_.overwrite(known.entry_index, request);
+      if (!sets_key || lent) replicas_.send_ahead(known.entry_index);
+      if (sets_key || lent) return park(request.key, ParkedRequest{message, request});
+    }
   }
   if (must_wait(known, request.key, request.epoch)) return park(request.key, ParkedRequest{message, request});
   request.epoch = known.epoch;

@@ -108,9 +108,11 @@ bool Store::access_entry(const Batch& batch, std::size_t i, std::int64_t entry_i
     return false;
   const auto position = static_cast<std::uint32_t>(i);
   const bool owned = entry->state == State::kOwned;
+  const bool lent = entry->has(kLent);
   const bool elsewhere = entry->state == State::kAbsent || (op == Op::kPush && entry->has(kLeaving));
-  if (!owned && (elsewhere || sets(op) || batch.shared != nullptr)) {
-    // A replica's set goes to the owner behind the pushes that its own channel has sent there.
+  const bool lacks = lent && (op == Op::kPullRow || (op == Op::kPull && entry->has(kDirty | kLeaving)));
+  if (!owned && (elsewhere || lacks || sets(op) || batch.shared != nullptr)) {
+    // What a replica does not serve goes to the owner behind the pushes that its own channel has sent there.
     const std::uint32_t owner = elsewhere ? entry->owner.load() : header().node;
     batch.missed.push_back({.index = position, .owner = owner, .epoch = entry.epoch()});
     return true;
@@ -130,7 +132,7 @@ bool Store::access_entry(const Batch& batch, std::size_t i, std::int64_t entry_i
     case Op::kSet: std::memcpy(row, batch.values.from + offset, value_bytes); break;
     case Op::kSetRow: std::memcpy(row, batch.values.from + offset, row_bytes); break;
     case Op::kPush:
-      entry.apply(batch.values.from + offset);
+      if (!lent) entry.apply(batch.values.from + offset);
       if (!owned) add(header().dtype, entry.accumulator(), batch.values.from + offset, info.length);
   }
   if (header().dynamic()) entry->raise(kUsed);

@@ -33,7 +33,7 @@ void SyncFence::begin_updates() {
 bool SyncFence::has_arrived(UnsentReplica& replica) {
   LockedEntry entry = state_.lock(replica.entry_index);
   if (entry->state != State::kReplica) return true;
-  if (state_.control(entry).outstanding != 0) return false;
+  if (const EntryControl& mine = state_.control(entry); mine.outstanding != 0 || mine.wanted) return false;
   if (replica.sent || !entry->has(kDirty)) return true;
   replicas_.sync(entry, true);
   replica.sent = true;

@@ -246,11 +246,7 @@ class Table(Resource):
     def is_local(self, keys: Tensor) -> bool:
         """Return whether this node owns or replicates all ``keys`` now. Does not block."""
         flat = _flat_keys(keys)
-        found = flat.clone()
-        here = self.server.store.nearest_local(
-            found.data_ptr(), len(found), 0, self.server.num_keys, [], False
-        )
-        return here == len(flat) and torch.equal(found, flat)
+        return self.server.store.holds(flat.data_ptr(), len(flat))
 
     def sample(self, count: int, start: int | None = None) -> Tensor:
         """Draw ``count`` keys, int64, by the scheme of ``table.server.enable_sampling_support``.

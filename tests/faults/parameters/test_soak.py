@@ -14,7 +14,12 @@ SCRIPT = Path(__file__).parents[3] / "benchmarks" / "soak_parameters.py"
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--starts", "6", "--seconds", "0"], ["--starts", "0", "--seconds", "12"]]
+    "arguments",
+    [
+        ["--starts", "6", "--seconds", "0"],
+        ["--starts", "0", "--seconds", "12"],
+        ["--starts", "0", "--seconds", "12", "--rule", "add"],
+    ],
 )
 def test_nothing_is_lost_doubled_or_leaked(arguments: list[str]) -> None:
     result = subprocess.run(

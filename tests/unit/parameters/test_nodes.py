@@ -340,3 +340,29 @@ def test_an_empty_intent_is_an_error() -> None:
         worker.intent(torch.tensor([1]), 5)
 
     on_nodes(2, body, table={"keys": 4})
+
+
+def test_a_row_is_lent_for_one_use_and_moves_to_the_only_node_that_uses_it() -> None:
+    keys, gradient = torch.arange(0, 20, 2), torch.ones(10, 2)  # at home on node 0
+    uses = 6
+
+    def body(server: Server, worker: Worker) -> None:
+        if server.node == 1:
+            for use in range(uses):
+                worker.intent(keys, use, use + 1)
+                eventually(lambda: worker.pull_if_local(keys, torch.empty(10, 2)))
+                before = pulled(worker, keys, 2)
+                assert use > 0 or server.statistics()["relocations"] == 0
+                worker.push(keys, gradient)
+                # The gradient and its state are in what the worker reads next.
+                rows = torch.empty(10, 4)
+                worker.pull_rows(keys, rows)
+                assert torch.allclose(rows[:, :2], before - 0.1 / (use + 1) ** 0.5)
+                assert (rows[:, 2:] == use + 1).all()
+                worker.advance_clock()
+                worker.wait_sync()
+                time.sleep(0.02)
+        worker.barrier()
+        assert len(worker.owned_keys()) == (0 if server.node == 0 else 20)
+
+    on_nodes(2, body, table={"keys": 20, "length": 2, "rule": UpdateRule("adagrad", lr=0.1)})

@@ -15,6 +15,11 @@
 //  * A replica is given up by an update marked as its last. Until it is acknowledged the row stays and is
 //    read: what a worker wrote, it reads. Pushes go to the owner from then on; a set waits for its end, so as
 //    not to overtake what was pushed before.
+//  * A row with optimizer state is lent for one use: a replica without that state, which is read until it is
+//    pushed to. What is pushed is summed, and is the replica's last update. While the row is lent, it moves
+//    to the borrower only, which then has no update in flight.
+//  * A node has at most one acquire of a key in flight, and while it has one it sends no update of it.
+//  * The owner acknowledges each node's updates and overwrites in the order in which they were sent.
 //  * No worker reads a replica older than a value it has already received. An answer to a node that holds a
 //    replica of the key goes through that node's channel, behind a refresh. Of a replica that is being given
 //    up the owner may know no longer: an answer waits, at the worker, until the replica is gone.
@@ -62,7 +67,8 @@ class Channel {
   void handle(const Header& header, const Message& message);
   void handle_bundle(const Header& header, const Message& message);
   void handle_record(const Record& record, const std::byte* payload);
-  void check_record(const Record& record) const;
+  // Of what follows the record. Throws kProtocol if the record is senseless.
+  std::size_t payload_bytes(const Record& record) const;
   void round();
   void sync_changed();
   void publish_stats();

@@ -26,11 +26,14 @@ struct ChannelOptions {
 // A channel's state of an entry, beside the slab.
 struct EntryControl {
   std::uint32_t intents = 0;      // live, of this node's workers
+  std::uint32_t uses = 0;         // clocks of these intents, without those that loans have served
   std::uint32_t arrived = 0;      // the round in which the key was relocated here
   std::uint32_t list_place = 0;   // in the list of shared keys (owner) or of replicas (replica)
   std::uint32_t outstanding = 0;  // updates and overwrites not acknowledged
-  bool wanted = false;            // an acquire is in flight
-  bool overwritten = false;       // an overwrite is outstanding: refreshes sent before it are void
+  std::uint32_t borrowed = 0;     // owner: uses by `borrower` since others used the key
+  std::uint16_t borrower = 0;
+  bool wanted = false;       // an acquire is in flight
+  bool overwritten = false;  // an overwrite is outstanding: refreshes sent before it are void
 };
 
 struct ChannelState {

@@ -30,7 +30,8 @@ class TickEstimate {
 // The intents of one worker for the keys of one channel.
 class WorkerIntents {
  public:
-  using Begin = std::function<bool(std::int64_t)>;  // false: not done, and not to be undone
+  // Of a key and a number of clocks. False: not done, and not to be undone.
+  using Begin = std::function<bool(std::int64_t, std::int64_t)>;
   using Expire = std::function<void(std::int64_t)>;
 
   void announce(std::int64_t start, std::int64_t end, std::vector<std::int64_t> keys);

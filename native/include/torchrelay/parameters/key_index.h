@@ -31,9 +31,13 @@ class KeyIndex {
   void take_slot(LockedEntry& entry);
 
   std::vector<std::int64_t> owned_keys() const;
-  // Replaces each of `keys` by the nearest one of [low, high) whose row is here; with `distinct`, by one that
-  // is neither in `taken` (sorted) nor was chosen before. `drawable` says of each key of the range whether it
-  // may be chosen (0: no); null: all may. Stops where there is none; returns how many were replaced.
+  // Whether all of `keys` can be read here.
+  bool holds(const std::int64_t* keys, std::size_t count) const;
+
+  // Replaces each of `keys` by the nearest one of [low, high) whose row is here, not lent; with `distinct`,
+  // by one that is neither in `taken` (sorted) nor was chosen before. `drawable` says of each key of the
+  // range whether it may be chosen (0: no); null: all may. Stops where there is none; returns how many were
+  // replaced.
   std::size_t nearest_local(std::int64_t* keys, std::size_t count, std::int64_t low, std::int64_t high,
                             const std::vector<std::int64_t>& taken, bool distinct,
                             const std::uint8_t* drawable = nullptr) const;

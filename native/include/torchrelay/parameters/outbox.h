@@ -13,7 +13,8 @@ class Outbox {
       : endpoint_(endpoint), channel_id_(channel_id), bundles_(num_nodes) {}
 
   // Copies the record and its payload; sends the node's bundle once it is large.
-  void put(std::uint32_t node, Record record, const void* payload = nullptr, std::size_t payload_bytes = 0);
+  void put(std::uint32_t node, const Record& record, const void* payload = nullptr,
+           std::size_t payload_bytes = 0);
   // Sends what was put. What is sent otherwise, and must not overtake records, comes after this.
   void flush(std::uint32_t node);
   void flush_all();

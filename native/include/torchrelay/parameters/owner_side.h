@@ -11,7 +11,8 @@ class RequestRouter;
 
 class OwnerSide {
  public:
-  OwnerSide(ChannelState& state, RequestRouter& router) : state_(state), router_(router) {}
+  OwnerSide(ChannelState& state, RequestRouter& router)
+      : state_(state), router_(router), unsent_acks_(state.num_nodes(), 0) {}
 
   // A node wants the key: decided here if this node owns it, else routed on.
   void handle_acquire(const Record& record);
@@ -20,8 +21,11 @@ class OwnerSide {
 
   // Brings the replicas that `node` holds of these keys up to date; true if it holds any.
   bool catch_up(std::uint16_t node, const std::int64_t* keys, const std::vector<std::uint32_t>& indices);
-  void refresh_replicas(LockedEntry& entry);
+  // Those that a round refreshes, or all, with their optimizer state.
+  void refresh_replicas(LockedEntry& entry, bool all);
   void refresh_all();
+  // Acknowledges what has been done since the last time.
+  void send_acks();
   // Every changed entry has been looked at.
   void end_refreshes() { last_refreshes_ = ChannelState::Clock::now(); }
   // Makes the only node that still needs the key its owner.
@@ -36,7 +40,16 @@ class OwnerSide {
  private:
   struct Replica {
     std::uint16_t node;
-    std::uint32_t version;  // that the node has or will have by what was sent
+    bool lent = false;              // for one use, without optimizer state
+    std::uint32_t version = 0;      // that the node has or will have by what was sent
+    std::uint32_t row_version = 0;  // of its optimizer state
+    std::uint32_t sent_in = 0;      // the round in which its last row was sent
+
+    // The owner's row has changed by what the node wrote.
+    void has_written(std::uint32_t before, std::uint32_t after) {
+      if (row_version == before) row_version = after;
+      version = after;
+    }
   };
   struct SharedKey {
     std::int64_t entry_index;
@@ -45,14 +58,16 @@ class OwnerSide {
 
   void decide(LockedEntry& entry, const Record& record);
   void transfer(LockedEntry& entry, std::uint16_t node);
-  void grant(LockedEntry& entry, std::uint16_t node);
+  bool is_worth_moving(LockedEntry& entry, const Record& record);
+  void grant(LockedEntry& entry, std::uint16_t node, bool lent);
   void apply_update(LockedEntry& entry, const Record& record, const std::byte* payload);
   void apply_overwrite(LockedEntry& entry, const Record& record, const std::byte* payload);
   // Workers changed the row since the version was last raised, or this channel did just now.
   void raise_version(LockedEntry& entry);
   void raise_version_anew(LockedEntry& entry);
-  void refresh(LockedEntry& entry, Replica& replica, std::uint8_t flags);
-  void acknowledge(const LockedEntry& entry, std::uint16_t node, std::uint8_t flags);
+  void refresh(LockedEntry& entry, Replica& replica, unsigned flags);
+  void send(std::uint16_t node, const Record& record, const LockedEntry& entry, bool whole_row);
+  void send_acks(std::uint16_t node);
   void remove_replica(LockedEntry& entry, std::uint16_t node);
   SharedKey* shared_key(std::int64_t entry_index);
   Replica* replica_of(std::int64_t entry_index, std::uint16_t node);
@@ -60,6 +75,7 @@ class OwnerSide {
   ChannelState& state_;
   RequestRouter& router_;
   std::vector<SharedKey> shared_;
+  std::vector<std::uint32_t> unsent_acks_;  // by node
   std::vector<std::int64_t> reconsider_;
   ChannelState::Clock::time_point last_refreshes_{};
   ChannelState::Clock::duration refresh_age_{};

@@ -45,6 +45,7 @@ enum Flag : std::uint8_t {
   kUsed = 8,      // dynamic tables: used since the eviction cursor last passed
   kPinned = 16,   // dynamic tables: a worker of this node has announced to use it
   kLeaving = 32,  // replica: its last update has been sent; it is still read, but takes no more pushes
+  kLent = 64,     // replica: it has no optimizer state, and is read until the first push only
 };
 
 // Why the table cannot be used any more: the first process that died, or left while others needed it.

@@ -16,7 +16,7 @@
 namespace torchrelay::parameters {
 
 constexpr std::uint32_t kProtocolMagic = 0x50525400;  // "\0TRP"; the lowest byte is the version
-constexpr std::uint32_t kProtocolVersion = 2;
+constexpr std::uint32_t kProtocolVersion = 3;
 
 enum class Kind : std::uint16_t {
   kHello = 1,  // the sender's address; the first message of every stream
@@ -74,25 +74,27 @@ struct IntentHead {
 };
 
 enum class RecordKind : std::uint8_t {
-  kAcquire = 1,  // to the owner, along owner lookups: `node` wants the key
+  kAcquire = 1,  // to the owner, along owner lookups: `node` wants the key for as many uses as flags says
   // from a replica to the owner that granted it
-  kUpdate,     // what `node` pushed to its replica, summed; payload: value
+  kUpdate,     // what `node` pushed to its replica, summed; payload: value, or none if kEmpty
   kOverwrite,  // a set on `node`'s replica; payload: value or row
   // from the owner
   kGrant,     // a replica; payload: row
+  kLoan,      // a replica for one use, or a newer value for one; payload: value
   kTransfer,  // the ownership; payload: row
-  kRefresh,   // a newer row for a replica; payload: row
-  kAck,       // an update or overwrite has been done, and the replica's row is right without a refresh
+  kRefresh,   // a newer row for a replica; payload: value or row
+  kAck,       // so many updates and overwrites as epoch says have been done, in the order of their sending
   kLocation,  // to the home: `node` owns the key now
   kRecall,    // from the home, which has no entry left: evict the key if it is unused
 };
 
 enum RecordFlag : std::uint8_t {
   kNoFlags = 0,
-  kDrop = 1,      // update: the sender gives its replica up; ack and refresh: it has been
-  kAcks = 2,      // refresh: also an ack
-  kWholeRow = 4,  // overwrite: the payload is a row
+  kDrop = 1,      // update: the sender gives its replica up
+  kAcks = 2,      // refresh: also the next ack
+  kWholeRow = 4,  // overwrite and refresh: the payload is a row
   kEvicted = 8,   // location: the row is gone; the home initialises it again at its next use
+  kEmpty = 16,    // update: nothing was pushed
 };
 
 struct Record {
@@ -101,10 +103,8 @@ struct Record {
   std::uint16_t node = 0;
   std::uint32_t epoch = 0;  // acquire: what it was sent by; transfer, location: the new one; else the owner's
   std::int64_t key = 0;
-  std::uint32_t version = 0;
-  std::uint32_t payload_bytes = 0;
 };
-static_assert(sizeof(Record) == 24);
+static_assert(sizeof(Record) == 16);
 
 // Endpoint ids: channels and workers of nodes.
 constexpr std::uint32_t kWorkerBit = 0x80000000u;
