@@ -195,6 +195,7 @@ class Connection(asyncio.Protocol):
         self._is_starting = False
         self._is_blocked = False  # the client does not read
         self._is_paused = False  # requests that were sent ahead wait
+        self._unsent_bytes = 0  # when the client was last looked at
         self.waits_since = time.monotonic()  # for the client; inf: the client waits
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -296,8 +297,11 @@ class Connection(asyncio.Protocol):
             self.transport.close()
 
     def give_up(self) -> None:
-        """End a wait for the client that took too long."""
-        if self._reading is None:
+        """End a wait for the client that took too long, unless it has read more of an answer."""
+        before, self._unsent_bytes = self._unsent_bytes, self.transport.get_write_buffer_size()
+        if self._unsent_bytes not in (0, before):
+            self.waits_since = time.monotonic()
+        elif self._reading is None or self.transport.is_closing():
             self.transport.abort()
         else:
             self._break_off(
@@ -362,8 +366,8 @@ class Connection(asyncio.Protocol):
         ]
         head = "\r\n".join(lines).encode("latin-1")
         self.transport.write(head if request.method == "HEAD" else head + response.body)
+        self.waits_since = time.monotonic()
         if keeps:
-            self.waits_since = time.monotonic()
             self._start_next()
         else:
             self._ahead.clear()

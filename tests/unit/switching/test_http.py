@@ -154,8 +154,13 @@ def test_unfinished_bodies_take_a_bounded_memory(
     serve(app, client)
 
 
+LARGE = bytes(32 << 20)
+
+
 class Ok:
-    """An application that answers "ok" to everything; at /early, before it has the body."""
+    """An application that answers "ok" to everything; at /early, before it has the body; at /large
+    much.
+    """
 
     max_body_bytes = 1000
 
@@ -170,7 +175,7 @@ class Ok:
     def answer(
         self, request: HttpRequest, respond: Callable[[HttpResponse], object]
     ) -> Future[Any] | None:
-        respond(HttpResponse(b"ok"))
+        respond(HttpResponse(LARGE if request.path == "/large" else b"ok"))
         return None
 
 
@@ -251,6 +256,43 @@ def test_connections_are_closed_that_send_a_body_after_the_answer(
         writer.close()
 
     serve_nothing(client)
+
+
+@pytest.mark.parametrize("last", [b"", b"Connection: close\r\n"])
+def test_clients_that_stop_reading_are_given_up(
+    monkeypatch: pytest.MonkeyPatch, last: bytes
+) -> None:
+    monkeypatch.setattr(_connections, "REQUEST_TIMEOUT_S", 0.2)
+    lost = asyncio.Event()
+    end = _connections.Connection.connection_lost
+    monkeypatch.setattr(
+        _connections.Connection, "connection_lost", lambda *given: (end(*given), lost.set())
+    )
+
+    async def client(port: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"GET /large HTTP/1.1\r\nHost: localhost\r\n" + last + b"\r\n")
+        assert b"200 OK" in await reader.readuntil(b"\r\n\r\n")
+        await lost.wait()
+        with pytest.raises((asyncio.IncompleteReadError, ConnectionResetError)):
+            await reader.readexactly(len(LARGE))
+        writer.close()
+
+    serve_nothing(client)
+
+
+def test_clients_that_read_slowly_are_not_given_up() -> None:
+    unsent, aborted = [900, 500, 500], []
+    transport: Any = SimpleNamespace(
+        get_write_buffer_size=lambda: unsent.pop(0),
+        is_closing=lambda: True,
+        abort=lambda: aborted.append(len(unsent)),
+    )
+    connection = _connections.Connection(HttpServer(Ok(), 10.0, lambda: None, lambda: False))  # type: ignore[arg-type]
+    connection.transport = transport
+    for _ in range(3):
+        connection.give_up()
+    assert aborted == [0]  # only when nothing more had been read
 
 
 def test_a_body_that_does_not_arrive_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
