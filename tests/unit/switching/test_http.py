@@ -265,9 +265,12 @@ def test_clients_that_stop_reading_are_given_up(
     monkeypatch.setattr(_connections, "REQUEST_TIMEOUT_S", 0.2)
     lost = asyncio.Event()
     end = _connections.Connection.connection_lost
-    monkeypatch.setattr(
-        _connections.Connection, "connection_lost", lambda *given: (end(*given), lost.set())
-    )
+
+    def end_and_note(connection: Any, error: Exception | None) -> None:
+        end(connection, error)
+        lost.set()
+
+    monkeypatch.setattr(_connections.Connection, "connection_lost", end_and_note)
 
     async def client(port: int) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
