@@ -422,8 +422,8 @@ def report(setup: Setup, image: Path) -> list[str]:
         f"A state of {setup.size_mb} MiB in {TENSORS} float32 tensors, one thread of torch on each "
         f"rank. Times are of the slowest rank, medians (least to most) of {setup.repeats} "
         f"interleaved runs after one that warms up; of what takes over {LONG_S:g} s, "
-        "one. The floors write zeros with the same fsync (what `dd bs=16M conv=fsync` does), read one file "
-        "on each rank, and copy the state once.",
+        "one. The floors write zeros with the same fsync (what `dd bs=16M conv=fsync` does), read "
+        "one file on each rank, and copy the state once.",
         *sections,
         f"## Load 1/16 of {setup.model} in a fresh process, files in the page cache",
         table(["", "time", "peak memory", "the shard", "peak / shard"], shards),
