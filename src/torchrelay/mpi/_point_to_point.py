@@ -360,8 +360,10 @@ class Irecv(_PeerCall):
     tangent_handle: WaitHandle | None = field(default=None, init=False)  # in forward mode
 
     def begin(self) -> WaitHandle:
-        with torch.no_grad():  # the derivative is that of Wait
-            return WaitHandle(self, record(self, self.target))
+        if torch.is_grad_enabled():  # the derivative is that of Wait
+            with torch.no_grad():
+                return self.begin()
+        return WaitHandle(self, record(self, self.target))
 
     def forward(self, x: Tensor) -> Tensor:
         memory = x.detach() if self.in_place else torch.zeros(x.shape, dtype=x.dtype)
