@@ -1,7 +1,7 @@
 """Serving by JSON over keep-alive HTTP beside FastAPI with the model in its process, and calls of a
 model in process beside a worker over `multiprocessing.Pipe`.
 
-    pip install --target build/fastapi fastapi
+    pip install --target build/fastapi fastapi uvicorn
     python benchmarks/bench_serving.py          # about five minutes; writes results/serving.md
     python benchmarks/bench_serving.py --smoke  # once, without FastAPI; writes nothing
 
