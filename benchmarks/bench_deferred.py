@@ -45,7 +45,7 @@ MODELS = {
     "gpt2-xl": {"n_embd": 1600, "n_layer": 48, "n_head": 25},
 }
 SEED = 20
-SMALL_REPEATS = 30
+SMALL_REPEATS = 10
 RANKS = 4
 # glibc keeps freed blocks below a size that it adapts; fixed, the peak does not depend on what it
 # has learned.
