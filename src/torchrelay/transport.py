@@ -1,4 +1,5 @@
-"""The key of a job, which encrypts what leaves a host, and the network of the parameter manager.
+"""The key of a job, which encrypts what leaves a host, and the network between nodes of tables
+and between ranks of ``mpi``.
 
 The native core opens connections; messages never pass through Python.
 """

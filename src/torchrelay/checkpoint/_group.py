@@ -142,8 +142,8 @@ def group_of(group: ProcessGroup | None, no_dist: bool = False, *, for_save: boo
             raise ArgumentError(
                 f"{world.launcher} has started {world.size} processes, but there is no process "
                 "group, and each process would save alone: call "
-                "torch.distributed.init_process_group() first, or pass no_dist=True where one "
-                "process saves, or each to a path of its own"
+                "torch.distributed.init_process_group() first, or pass no_dist=True if only "
+                "one process saves, or each saves to a path of its own"
             )
         return Group(None, (0,), 0)
     if no_dist:

@@ -1,8 +1,8 @@
 """Reading and writing ``manifest.json``, which makes a folder of data files a checkpoint.
 
-The first line is enough to order checkpoints by age; the last holds the CRC32C of all lines before
-it. What is read is not trusted: every name, size, offset and range is checked before anything is
-done with it.
+The first line is enough to order checkpoints by age; the last holds the CRC32C of what comes
+before it, without the comma and the line break. What is read is not trusted: every name, size,
+offset and range is checked before anything is done with it.
 """
 
 from __future__ import annotations
@@ -253,7 +253,7 @@ def parse(data: bytes, where: str, what: str = "the manifest") -> Any:
         if len(found) != len(pairs):
             names = [name for name, _ in pairs]
             twice = next(name for name in names if names.count(name) > 1)
-            raise CorruptionError(f"{where}: the key {twice!r} is there twice")
+            raise CorruptionError(f"{where}: the key {twice!r} occurs twice")
         return found
 
     try:

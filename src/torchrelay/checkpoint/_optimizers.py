@@ -36,9 +36,9 @@ def fitted(
     """Return the state dict to load into ``optimizer``: with the entries that the checkpoint has.
 
     Tensors that are in ``state``, the optimizer's own, are reused; others are created,
-    uninitialised and sharded as their parameters. Options of a group that the
-    checkpoint lacks stay; the state of a parameter that it lacks is left out, as for parameters
-    that never had a gradient.
+    uninitialised and sharded as their parameters. Options of a group that the checkpoint lacks
+    stay; the state of a parameter that it lacks is left out, as for parameters that never had a
+    gradient.
 
     Args:
         start: what the keys of the optimizer begin with in the checkpoint.

@@ -34,7 +34,7 @@ app.command(rich_help_panel="First steps")(doctor)
 app.command(rich_help_panel="First steps")(demo)
 app.add_typer(checkpoint.app, name="checkpoint", rich_help_panel="Tools")
 app.add_typer(key.app, name="key", rich_help_panel="Tools")
-app.command(rich_help_panel="Serving")(serve)
+app.command(rich_help_panel="Services")(serve)
 app.command(rich_help_panel="Services")(switch)
 
 

@@ -70,7 +70,7 @@ def inspect(
 
 @app.command()
 def verify(path: str = _PATH) -> None:
-    """Compare every byte with what was written. Exit code 1 and the place if one is damaged."""
+    """Compare every byte with what was written; report damage, and exit with code 1."""
     from torchrelay.checkpoint import verify as check  # noqa: PLC0415
 
     if check(path, progress=Console().is_terminal):

@@ -84,7 +84,7 @@ def switch(
     if uplink and controller_port >= 0:
         raise ConfigError(
             "switch: a rack's switch (--uplink) has no controller, because a session's workers "
-            "in other racks could not meet there"
+            "in other racks could not join it"
         )
     plane: DataPlane
     if data_plane == "xdp":

@@ -136,12 +136,12 @@ class DispatchingTensor(FakeTensor):
 
     @property
     def is_meta(self) -> bool:  # type: ignore[override]
-        """What the function of torch that asks is to think, before it draws, sends or creates.
+        """The answer to a function of torch that asks before it draws, sends or creates.
 
-        Neither answer would do: ``trunc_normal_`` draws until nothing is rejected, which needs
-        values, and is recorded as one operation; the scatter and broadcast inside
-        ``distribute_tensor`` become copies, because every rank has the whole record; FSDP1, which
-        asks before it calls ``param_init_fn``, gets True.
+        Neither True nor False is right everywhere: ``trunc_normal_`` draws until nothing is
+        rejected, which needs values, and is recorded as one operation; the scatter and broadcast
+        inside ``distribute_tensor`` become copies, because every rank has the whole record; FSDP1,
+        which asks before it calls ``param_init_fn``, gets True.
         """
         frame = sys._getframe(1)
         caller = _torch.caller_of(frame)

@@ -26,8 +26,7 @@ _FILLS = {
 }  # fmt: skip
 
 # In-place operations with one tensor, whose result has its shape and dtype: no need to ask the meta
-# kernel.
-# The dtype must be floating, so that no kernel would refuse it.
+# kernel. The dtype must be floating, so that no kernel would refuse it.
 _SIMPLE = _FILLS - {"aten::copy_", "aten::fill_.Tensor", "aten::bernoulli_.Tensor"} | {
     "aten::mul_.Scalar", "aten::div_.Scalar", "aten::add_.Scalar", "aten::sub_.Scalar",
     "aten::erfinv_", "aten::clamp_", "aten::clamp_min_", "aten::clamp_max_", "aten::neg_",

@@ -282,8 +282,8 @@ def _laid_out(node: Node, region: Region, value: torch.Tensor) -> torch.Tensor:
     """Return ``value`` with the strides, and in memory of the size, that were recorded."""
     if (value.shape, value.dtype) != (region.size, region.dtype):
         raise UnsupportedError(
-            f"{node.func} was recorded with a result of shape {region.size} and {region.dtype}, as "
-            f"torch's meta kernel said, and gives {tuple(value.shape)} and {value.dtype}. Call it "
+            f"{node.func} was recorded with a result of shape {region.size} and {region.dtype}, by "
+            f"torch's meta kernel, but returned {tuple(value.shape)} and {value.dtype}. Call it "
             "outside deferred_init."
         )
     same = (value.stride(), value.storage_offset()) == (region.stride, region.offset)

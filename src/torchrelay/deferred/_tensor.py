@@ -59,7 +59,7 @@ class FakeTensor(torch.Tensor):
     Materialisation changes its class to that of the real tensor; it stays the same object.
 
     Attributes:
-        concrete: the subclass that executes operations, of which all fake tensors are.
+        concrete: the subclass that executes operations; every fake tensor is an instance of it.
     """
 
     concrete: ClassVar[type[FakeTensor]]

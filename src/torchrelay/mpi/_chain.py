@@ -50,7 +50,7 @@ __all__ = [
 MAIN = threading.main_thread().ident
 
 ROOT = torch.zeros((), requires_grad=True)
-"""Every chain starts here, so that ``torch.autograd.grad`` can be told to go all the way."""
+"""Every chain starts here: ``torch.autograd.grad`` of it as well runs the whole chain."""
 
 
 class Chain:

@@ -21,7 +21,7 @@ _TRANSPORTS = "OMPI_MCA_btl"
 _LAUNCHED = ("PMIX_", "PMI_", "OMPI_COMM_WORLD_")
 _TORCHRUN = "TORCHELASTIC_RUN_ID"  # its workers inherit the variables of an MPI around it
 _MODULE = "mpi4py.MPI"
-# How many processes a launcher says it started.
+# How many processes a launcher started.
 _MPI_COUNTS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 _TORCHRUN_COUNT = "WORLD_SIZE"
 _RANKS = ("RANK", "SLURM_PROCID")
@@ -31,7 +31,7 @@ _SLURM_STEP, _SLURM_COUNTS = "SLURM_STEP_ID", ("SLURM_STEP_NUM_TASKS", "SLURM_NT
 
 
 def _started_by_multiprocessing() -> bool:
-    """Also while the process imports the main module again, before it knows its parent."""
+    """Return whether multiprocessing started it, also while it imports the main module again."""
     return multiprocessing.parent_process() is not None or hasattr(
         multiprocessing.current_process(), "_inheriting"
     )
@@ -93,7 +93,7 @@ def check_launcher(size: int) -> None:
     """Check that this process knows of all processes that the launcher started.
 
     Raises:
-        UnavailableError: a launcher says that it started more than ``size``.
+        UnavailableError: a launcher started more than ``size``.
     """
     names = [*_MPI_COUNTS, _TORCHRUN_COUNT]
     # mpirun inside of an allocation may start fewer than it has
@@ -113,7 +113,7 @@ def check_launcher(size: int) -> None:
 
 
 def refusal(error: BaseException) -> str | None:
-    """Return what MPI says about an error of mpi4py; None for other errors."""
+    """Return MPI's text of an error of mpi4py; None for other errors."""
     mpi: Any = sys.modules.get(_MODULE)
     if mpi is None or not isinstance(error, mpi.Exception):
         return None

@@ -5,9 +5,9 @@ the derivative, and the start's backward waits for it. MPI matches collectives b
 starts, and ranks may wait in different orders. A cotangent that arrives early is therefore kept
 until those of later collectives have been started.
 
-All ranks pass tensors of one shape, because exchanging shapes would block. MAX, MIN
-and PROD are gathered if a derivative is wanted, and ``Wait`` reduces them: their derivatives need
-further communication, and ranks may wait in different orders.
+All ranks pass tensors of one shape, because exchanging shapes would block. MAX, MIN and PROD are
+gathered if a derivative is wanted, and ``Wait`` reduces them: their derivatives need further
+communication, and ranks may wait in different orders.
 """
 
 from __future__ import annotations

@@ -244,7 +244,7 @@ class Recv(_PeerCall):
         return self.started.tangent_handle.Wait()
 
     def adjoint(self, grad: Tensor) -> Plan:
-        """In a compiled graph, whose receives are answered in their order."""
+        """Return that of a compiled graph, whose receives are answered in their order."""
         shape = self.shape
         post = Post(self.comm.reverse, self.peer, _sendable(self.tag), shape)
         return Plan(post, grad, lambda sent: sent.new_zeros(shape))

@@ -43,7 +43,7 @@ OPS: tuple[Op | None, ...] = (None, *Op)
 
 
 def unchanged(x: Tensor) -> Tensor:
-    """``x``."""
+    """Return ``x``."""
     return x
 
 

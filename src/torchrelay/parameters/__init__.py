@@ -8,8 +8,8 @@ Adaptive Parameter Management via Intent Signaling" (Renz-Wieland et al., CIKM 2
 For PyTorch: :class:`Table`, :class:`Embedding`, :class:`EmbeddingBag`, :class:`TableOptimizer`,
 :class:`TableWeight`, :mod:`.optim`, :class:`IntentLoader`, :class:`Metrics`, :class:`KeyInit`.
 Below them: :class:`Server` and :class:`Worker` (with :class:`AccessHandle` and
-:class:`UpdateRule`), created by :func:`start` under a launcher, which returns a
-:class:`Participant`, or over a :class:`Topology`.
+:class:`UpdateRule`), which :meth:`Table.create` makes under a launcher (``table.server``,
+``table.worker``), or made by hand over a :class:`Topology`.
 """
 
 from torchrelay.parameters import optim

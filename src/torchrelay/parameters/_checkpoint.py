@@ -130,9 +130,9 @@ def _misfit(table: Table, given: torch.Tensor, values_only: bool) -> str | None:
     expected = (table.num_keys, table.row_length)
     if tuple(given.size()) != expected or given.dtype != table.dtype:
         return (
-            f"the saved table has {tuple(given.size())} keys and elements a row of {given.dtype}, "
-            f"this one {expected} of {table.dtype}; a row holds {table.dim} elements and the state "
-            f"of '{table.rule.kind}'"
+            f"the saved table has rows and elements {tuple(given.size())} of {given.dtype}, this "
+            f"one {expected} of {table.dtype}; a row holds {table.dim} elements and the state of "
+            f"'{table.rule.kind}'"
         )
     if not isinstance(given, RowShard):
         return None

@@ -74,7 +74,7 @@ def check_number(name: str, value: float, limit: float = math.inf) -> None:
     """Raise ArgumentError unless ``value`` is from 0 to less than ``limit``."""
     if not 0 <= value < limit:
         raise ArgumentError(
-            f"{name} = {value}: it must be a finite number from 0 up"
+            f"{name} = {value}: it must be finite and not negative"
             f"{'' if limit == math.inf else f', below {limit:g}'}"
         )
 

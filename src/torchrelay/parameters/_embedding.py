@@ -248,7 +248,7 @@ def _check_table(table: Table, shape: tuple[int, int], options: dict[str, Any]) 
     given = [name for name, value in options.items() if value != getattr(table, name, None)]
     if given:
         raise ArgumentError(
-            f"{', '.join(given)}: of a new table; the one that was given has its own"
+            f"{', '.join(given)}: only for a new table; the one that was given has its own"
         )
 
 

@@ -24,8 +24,7 @@ LARGEST_LOOKAHEAD = 256
 CALM_STEPS, REMEMBERED_STEPS = 64, 1024
 
 # The first batch could not be announced early, so the first step waits for its keys, but not for
-# longer than this:
-# where another node keeps one (relocation only), the step fetches it.
+# longer than this: where another node keeps one (relocation only), the step fetches it.
 FIRST_WAIT_S, FIRST_POLL_S = 1.0, 0.001
 
 

@@ -297,7 +297,7 @@ class Server(Resource):
         self.check_open()
         self.topology.barrier(
             f"{self.table}/servers",
-            "reach the barrier of all processes, of which Table.close and Server.close have one",
+            "reach the barrier of all processes (Table.close and Server.close wait at one)",
             self.store.check_leader,
             partial(self.ending.check_processes, or_closing=False),
         )

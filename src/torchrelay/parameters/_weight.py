@@ -57,11 +57,11 @@ class TableWeight(nn.Parameter):
     """Stands for the rows of a table among a model's parameters. It has no elements: shape ``(0,
     dim)``.
 
-    ``grad`` holds the gradients of the rows looked up since it was cleared, summed over processes,
-    lookups and backward passes: ``(n, dim)``, dense, in the table's dtype, for the ``keys``
-    ``(n,)``, ascending int64. So clipping, scaling and logging work on it;
-    :class:`~torchrelay.parameters.TableOptimizer` applies it. With several processes, the first
-    access to the keys or the elements is collective: it gathers them.
+    ``grad`` holds the gradients of the rows looked up since it was cleared, summed over lookups and
+    backward passes, and averaged over processes (or summed, with ``reduction="sum"``): ``(n,
+    dim)``, dense, in the table's dtype, for the ``keys`` ``(n,)``, ascending int64. So clipping,
+    scaling and logging work on it; :class:`~torchrelay.parameters.TableOptimizer` applies it. With
+    several processes, the first access to the keys or the elements is collective: it gathers them.
     """
 
     gradients: Gradients
@@ -179,8 +179,8 @@ class TableOptimizer(torch.optim.Optimizer):
         lr: learning rate; default: that of each table's own optimizer.
 
     Raises:
-        ArgumentError: something else than a table's weight was given, the learning rate is not a
-            finite number from 0 up, or a table applies gradients in the backward pass.
+        ArgumentError: something else than a table's weight was given, the learning rate is
+            not finite or negative, or a table applies gradients in the backward pass.
     """
 
     steps_tables = True
@@ -214,8 +214,8 @@ class TableOptimizer(torch.optim.Optimizer):
         When it returns, every process sees the new rows.
 
         Raises:
-            ArgumentError: a gradient is NaN or infinite, a learning rate is not a finite number
-                from 0 up, or a table has a newer optimizer; no table was changed.
+            ArgumentError: a gradient is NaN or infinite, a learning rate is not finite or
+                negative, or a table has a newer optimizer; no table was changed.
         """
         loss = None
         if closure is not None:

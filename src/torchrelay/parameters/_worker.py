@@ -35,7 +35,7 @@ class _KeyAccess(Resource):
         if not 0 <= worker_id < workers:
             raise ArgumentError(
                 f"worker_id={worker_id}: node {server.node} has the workers 0 to {workers - 1}; "
-                "setup's num_threads says how many"
+                "the topology's workers_per_node is their number"
             )
         self.worker_id = worker_id
         self.server = server
@@ -212,7 +212,7 @@ class Worker(_KeyAccess):
     then.
 
     Args:
-        worker_id: the index of this worker in its node, below ``setup``'s ``num_threads``.
+        worker_id: the index of this worker in its node, below the topology's ``workers_per_node``.
         server: this process's part of the table.
 
     Raises:
@@ -333,7 +333,7 @@ class Worker(_KeyAccess):
         per_process = topology.workers_per_process
         topology.barrier(
             f"{self.server.table}/workers",
-            "reach the barrier of all workers, of which Table.sync and state_dict have one",
+            "reach the barrier of all workers (Table.sync and state_dict wait at one)",
             self._check,
             self.server.ending.check_workers,
             part=(self.worker_id % per_process, per_process),

@@ -77,8 +77,8 @@ class Catalog:
             self.fleet.lose(self._building[0], f"was building model {name!r}, which {reason}")
 
     def can_run(self, served: Served, is_profile: bool = False) -> bool:
-        """Return whether requests to the model may run: it is profiled, or this is what for, and no
-        older model of its name still holds bytes or modules.
+        """Return whether requests to the model may run: it is profiled, or the request
+        profiles it, and no older model of its name still holds bytes or modules.
         """
         return (served.is_settled or is_profile) and served.name not in self._leaving
 

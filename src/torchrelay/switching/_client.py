@@ -80,6 +80,7 @@ class Client(Resource):
 
         Raises:
             NotFoundError, ModelError, OverloadedError, ...: as :meth:`Switcher.submit`.
+            OperationTimeoutError: the server did not answer within ``timeout_s``.
             PeerLostError: the server cannot be reached.
         """
         check_tensors(inputs)

@@ -51,7 +51,7 @@ _STATUS_LINES = {one.value: f"HTTP/1.1 {one.value} {one.phrase}" for one in HTTP
 
 
 class HttpError(Exception):
-    """A response of another status than 200, by the protocol rather than by an error of ours."""
+    """An error response of the HTTP layer itself."""
 
     def __init__(self, status: int, text: str, headers: Mapping[str, str] | None = None) -> None:
         super().__init__(text)
@@ -135,7 +135,7 @@ class HttpServer:
 
     @property
     def grace_left_s(self) -> float:
-        """What is left of the grace, all before :meth:`end`."""
+        """The seconds left of the grace period; all of it before :meth:`end`."""
         return min(max(0.0, self._ends_at - time.monotonic()), self._grace_s)
 
     async def serve(self, listener: socket.socket) -> None:
@@ -224,7 +224,7 @@ class Connection(asyncio.Protocol):
         except httptools.HttpParserUpgrade:
             pass  # answered as if it did not ask for that
         except httptools.HttpParserError as error:
-            self._break_off(HttpError(400, f"this is no HTTP: {error}"))
+            self._break_off(HttpError(400, f"the request is not valid HTTP: {error}"))
             return
         if self._head_bytes > _HEAD_BYTES:
             self._break_off(HttpError(431, f"the head of a request exceeds {_HEAD_BYTES} bytes"))

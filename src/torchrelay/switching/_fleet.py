@@ -141,7 +141,7 @@ class Fleet:
             return None
         return UnavailableError(
             f"the last {self._failed_starts} workers did not start ({self._problem}); their output "
-            f"says why. The next start is tried within {_RETRY_S:g} s"
+            f"has the cause. The next start is tried within {_RETRY_S:g} s"
         )
 
     def idle(self, model: str) -> WorkerProcess | None:

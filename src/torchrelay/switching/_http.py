@@ -149,7 +149,7 @@ class Application:
             match = pattern.fullmatch(path)
             if match is not None:
                 if method != known and (method, known) != ("HEAD", "GET"):
-                    raise HttpError(405, f"{path} does not take {method}", {"Allow": known})
+                    raise HttpError(405, f"{path} does not accept {method}", {"Allow": known})
                 return endpoint(request, **match.groupdict(""))
         raise HttpError(404, f"the server has no path {path}")
 

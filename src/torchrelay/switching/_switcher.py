@@ -52,7 +52,7 @@ class Switcher(Resource):
             changes: fields of the options and their values, such as ``arena_bytes=1 << 30``.
 
         Raises:
-            ArgumentError: the device cannot be used so.
+            ArgumentError: there is no such device, or `link_gbps` is given for a GPU.
             ConfigError: an option is out of bounds.
             SegmentError: the device does not have `arena_bytes` bytes.
             UnavailableError: the device is missing.
@@ -167,7 +167,8 @@ class Switcher(Resource):
         Args:
             priority: from -1000 to 1000. Higher ones run first, however long lower ones wait.
             deadline_s: the most to wait for a worker; then the future raises OperationTimeoutError.
-                Of equal priority, earlier deadlines run first; none counts as 10 s.
+                Of equal priority, earlier deadlines run first; a request without one counts as
+                due in 10 s.
             client: who asks, for `client_limit`.
             copy: False if `inputs` do not change before the future is done.
 
@@ -224,7 +225,7 @@ class Switcher(Resource):
         Args:
             factory: builds the task: an object with `step(index)`, `state_dict()` and
                 `load_state_dict(state)`.
-            save_every: write the state back every so many steps too; 0 only when preempted.
+            save_every: also write the state back every so many steps; 0: only when preempted.
 
         Raises:
             ArgumentError: an argument is wrong.

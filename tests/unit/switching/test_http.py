@@ -117,7 +117,7 @@ def test_models_are_not_loaded_or_unloaded_by_clients_unless_allowed(store: Mode
 def test_every_error_is_json(store: ModelStore) -> None:
     server = Caller(store)
     assert server.error("GET", "/v3") == "the server has no path /v3"
-    assert server.error("DELETE", "/v2") == "/v2 does not take DELETE"
+    assert server.error("DELETE", "/v2") == "/v2 does not accept DELETE"
     assert server.call("DELETE", "/v2").headers["Allow"] == "GET"
     assert "no model 'none'" in server.error("GET", "/v2/models/none")
     assert server.status("HEAD", "/v2") == 200 and server.status("HEAD", "/v2/models/chain") == 200

@@ -160,7 +160,7 @@ CASES: dict[str, tuple[Callable[[Path], None], str, str]] = {
         "CorruptionError",
         "not the manifest of a TorchRelay checkpoint",
     ),
-    "manifest-duplicate-key": (_duplicate_key, "CorruptionError", "the key 'step' is there twice"),
+    "manifest-duplicate-key": (_duplicate_key, "CorruptionError", "the key 'step' occurs twice"),
     "version-newer": (
         _edited(lambda d: d.update(version=2)),
         "UnsupportedError",
