@@ -19,6 +19,7 @@ import json
 import multiprocessing as mp
 import os
 import pickle
+import shutil
 import statistics
 import subprocess
 import sys
@@ -386,6 +387,9 @@ def measure(setup: Setup, parts: list[str]) -> None:
             arguments = (ranks, names, setup.folder, setup.rows, setup.repeats)
             start_processes(run_rank, arguments, ranks, start_method="forkserver")  # type: ignore[no-untyped-call]
     if "shard" in parts:
+        for path in Path(setup.folder).iterdir():  # room for two whole models
+            if path.is_dir():
+                shutil.rmtree(path)
         rows = list(shard_rows(setup.model, setup.folder))
         setup.figures("shard").write_text(json.dumps(rows))
     if "plan" in parts:

@@ -158,7 +158,7 @@ def save_ways(folder: str, rows: int, shapes: Shapes = even_shapes) -> dict[str,
         dcp.save(state, storage_writer=writer)
 
     ways = {"torchrelay": way("ours", lambda path: save(state, path))}
-    for threads in (1, 2, 4) if shapes is even_shapes else (2,):
+    for threads in (1, 2) if shapes is even_shapes else (2,):
         run = functools.partial(by_dcp, threads=threads)
         ways[f"DCP FileSystemWriter, threads: {threads}"] = way("dcp", run)
     if shapes is even_shapes:
@@ -505,8 +505,10 @@ def run_rank(rank: int, ranks: int, names: list[str], folder: str, rows: int, re
         case = CASES[name]
         inside = f"{folder}/{name.partition('-')[0]}-cases" if "-" in name else folder
         os.makedirs(inside, exist_ok=True)
+        start = time.perf_counter()
         figures = _figures(case.ways(inside, rows), repeats, case.with_peak)
         if rank == 0:
+            print(f"{name}: {time.perf_counter() - start:.0f} s", flush=True)
             Path(folder, f"{name}.figures").write_text(json.dumps(figures))
     dist.barrier()
     dist.destroy_process_group()

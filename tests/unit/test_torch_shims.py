@@ -424,6 +424,15 @@ def test_a_storage_at_an_address_knows_who_views_it() -> None:
     assert not _torch.is_viewed(storage)
 
 
+def test_a_weak_storage_is_that_of_one_memory_only() -> None:
+    tensor = torch.ones(4)
+    first = _torch.weak_storage(tensor)
+    assert first == _torch.weak_storage(tensor[1:])
+    for _ in range(4):  # the freed memory may be used again
+        tensor.data = torch.ones(4)
+        assert first != _torch.weak_storage(tensor)
+
+
 def test_a_saved_tensor_is_found_in_its_file() -> None:
     whole = torch.arange(40.0).reshape(8, 5)
     for tensor in (

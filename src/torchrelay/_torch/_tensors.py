@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "tensor_at",
     "trunc_normal",
     "waited",
+    "weak_storage",
 ]
 
 
@@ -213,3 +215,8 @@ def saved_tensor(file: Any, start: int, size_bytes: int) -> tuple[torch.Tensor, 
     with FakeTensorMode():
         tensor = torch.load(_create_file_view(file, start, size_bytes), weights_only=True)  # type: ignore[arg-type]
     return tensor, tensor.untyped_storage()._checkpoint_offset
+
+
+def weak_storage(tensor: torch.Tensor) -> StorageWeakRef:
+    """Return what equals that of a tensor over the same memory only, and keeps no memory alive."""
+    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]

@@ -180,6 +180,7 @@ class _Materialization:
         self._shard = shard
         self._replaced: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._blank: set[int] = set()  # fakes that get memory only, by id
+        self._blank_storages: set[Storage] = set()  # also for what shares it and has no name
         self._memory: dict[Storage, torch.UntypedStorage] = {}
 
     def leave_uninitialized(
@@ -201,6 +202,8 @@ class _Materialization:
                     elif id(fake) not in named:  # not another name of a tied one
                         wanted.add(fake._region.storage)
         self._blank = {key for key, storage in named.items() if storage not in wanted}
+        if self._shard is None:
+            self._blank_storages = {named[key] for key in self._blank}
 
     def run(self, module: torch.nn.Module, prefix: str, buffers_only: bool) -> None:
         for fake in () if buffers_only else _loose_fakes(module):
@@ -234,15 +237,18 @@ class _Materialization:
         parts.
         """
         fakes = _inner_fakes(wrapper)
-        if fakes and not hasattr(wrapper, "_local_tensor"):
+        if fakes:
             self._check_wrapper(name, wrapper)
         for fake in fakes:
             _check_deferred(fake)
             self._give(fake)
 
     def _check_wrapper(self, name: str, wrapper: torch.Tensor) -> None:
-        other_device = self._device is not None and torch.device(self._device) != wrapper.device
-        if self._shard is not None or self._dtype not in (None, wrapper.dtype) or other_device:
+        refused = wrapper.is_floating_point() and self._dtype not in (None, wrapper.dtype)
+        if not hasattr(wrapper, "_local_tensor"):
+            other_device = self._device is not None and torch.device(self._device) != wrapper.device
+            refused = refused or self._shard is not None or other_device
+        if refused:
             raise UnsupportedError(
                 f"{name} is a {type(wrapper).__name__}, which materialize_module() gives its "
                 "values, but cannot cut or convert with shard, dtype or device. Materialize the "
@@ -261,7 +267,8 @@ class _Materialization:
 
     def _give(self, fake: FakeTensor) -> torch.Tensor:
         history, region = fake._history, fake._region
-        storage, is_blank = region.storage, id(fake) in self._blank
+        storage = region.storage
+        is_blank = id(fake) in self._blank or storage in self._blank_storages
         with _torch.plain_torch():
             if is_blank:
                 if storage not in self._memory:

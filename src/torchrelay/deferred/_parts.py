@@ -70,6 +70,8 @@ def _reads_part(node: Node) -> bool:
 # What is remembered: so many times the part, and so many bytes more.
 _REMEMBERED_PARTS = 2
 _REMEMBERED_BYTES = 1 << 20
+# From how many operations on arguments of arguments on these are computed whole: each nests calls.
+_DEEPEST = 50
 # The elements of a range out of which a part with gaps is cut, if it has several rows.
 _MADE_TOGETHER = 1 << 18
 
@@ -85,6 +87,7 @@ class _Parts:
         self._replay = replay
         self._left_bytes = _REMEMBERED_PARTS * size_bytes + _REMEMBERED_BYTES
         self._known: dict[tuple[Any, ...], torch.Tensor] = {}
+        self._depth = 0
 
     def values(self, region: Region, before: int) -> torch.Tensor:
         """Return the values of ``region`` before place ``before`` in the program. Read only."""
@@ -93,11 +96,16 @@ class _Parts:
         key = region, *(node.seq for node in writers(region.storage, before)[-1:])
         found = self._known.get(key)
         if found is None:
+            self._depth += 1
             try:
+                if self._depth > _DEEPEST:
+                    raise _NotSliceableError
                 found = self._cut_out(region, before)
             except _NotSliceableError:
                 whole = self._replay.values(region, before)
                 found = whole.clone(memory_format=torch.contiguous_format)
+            finally:
+                self._depth -= 1
             self._known[key] = found
             self._left_bytes -= found.nbytes
             while self._left_bytes < 0 and len(self._known) > 1:
@@ -163,7 +171,7 @@ class _Parts:
             mine.fill_(_VALUES[node.func])
         elif node.func in _VALUE_PLACES:
             mine.fill_(node.args[_VALUE_PLACES[node.func]])
-        elif operator.slices and _is_local(node.func, mine.dtype):
+        elif operator.slices and not _is_scaled(node) and _is_local(node.func, mine.dtype):
             self._elementwise(node, cut, mine)
         elif node.func not in _UNINITIALIZED:
             raise _NotSliceableError
@@ -326,13 +334,23 @@ _VALUE_PLACES: dict[Any, int] = {
 }  # fmt: skip
 
 
+def _is_scaled(node: Node) -> bool:
+    """Return whether a factor of one argument is rounded by itself in some places only."""
+    names = [argument.name for argument in node.func._schema.arguments]
+    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    return bool(given.get("alpha", 1) != 1)
+
+
 @lru_cache(maxsize=1024)
 def _is_local(func: Any, dtype: torch.dtype) -> bool:
     """Return whether ``func`` gives an element the same bits wherever it lies in a tensor.
 
-    Additions and copies do by IEEE arithmetic. A function that is computed by one method in vectors
-    and by another at their ends may not: those are tried out, once a process.
+    Additions and copies do by IEEE arithmetic. Products of complex numbers, and functions that are
+    computed by one method in vectors and by another at their ends, may not: the latter are tried
+    out, once a process.
     """
+    if dtype.is_complex:
+        return False
     if not describe(func).approximates:
         return True
     values = torch.linspace(0.01, 0.99, 4099, dtype=torch.float64, device="cpu").to(dtype)

@@ -176,7 +176,9 @@ def record(
         for external in outside:
             session.note_read(external)
     generator = node_kwargs.pop("generator", None)
-    node = Node(func, node_args, node_kwargs, tuple(reads), writes, outputs, tuple(keeps))
+    if operator.draws and node_args and isinstance(node_args[-1], torch.Generator):
+        *node_args, generator = node_args
+    node = Node(func, tuple(node_args), node_kwargs, tuple(reads), writes, outputs, tuple(keeps))
     node.overwrites = operator.fills and _is_overwritten(writes[0], node)
     if operator.is_factory and results:
         _fix_attributes(node, operator, results[0])
@@ -207,7 +209,7 @@ def _place(node: Node, generator: torch.Generator | None, targets: list[Region])
     device = targets[0].storage.device if targets else torch.device("cpu")
     counted = device.type == "cpu" or not _torch.device_available(device)
     words = words_drawn(node.func, targets[0], node.args) if counted and targets else None
-    session = current()
+    session = recording()  # nobody closes what a fake_mode draws
     if session is not None:
         session.draw(node, generator, device, words)
         return

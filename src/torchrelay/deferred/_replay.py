@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import chain, count
 from typing import Any
@@ -57,7 +57,8 @@ class Replay:
         storage = region.storage
         if history.escaped is None:
             schedule = Schedule([(storage, END)], materialization=self.materialization)
-            _Run(self, schedule, keep=True).all()
+            for node in _Run(self, schedule, keep=True).nodes():
+                node.finish()  # now, so that intermediate results are freed
             for node in chain.from_iterable(schedule.records):
                 node.finish()
         if history.real is None:  # nothing was ever written
@@ -120,7 +121,8 @@ class Replay:
         schedule = Schedule([(region.storage, before)], materialization=self.materialization)
         run = _Run(self, schedule, keep)
         with _torch.plain_torch():
-            run.all()
+            for _ in run.nodes():
+                pass
             values = run.result(region)
         if keep:
             self._note_kept(run.made)
@@ -153,7 +155,8 @@ class Replay:
         # This may be in the middle of another run, whose memory is not touched.
         schedule = Schedule(nodes=[node], cached=False)
         with _torch.plain_torch():
-            _Run(self, schedule, keep=False).all()
+            for _ in _Run(self, schedule, keep=False).nodes():
+                pass
 
 
 _ARGUMENTS = (Region, External, Constant)
@@ -187,11 +190,12 @@ class _Run:
         self._ends = sorted(schedule.last_uses, key=schedule.last_uses.__getitem__, reverse=True)
         self.made: set[Storage] = set()
 
-    def all(self) -> None:
-        """Run every operation."""
+    def nodes(self) -> Iterator[Node]:
+        """Run every operation, and yield it."""
         schedule = self._schedule
         for node in schedule.nodes:
             self._run(node)
+            yield node
             while self._ends and schedule.last_uses[self._ends[-1]] <= node.seq:
                 self._release(self._ends.pop())
 

@@ -22,13 +22,13 @@ class _Trace(NamedTuple):
 
     Attributes:
         length: of the record when the tensor was materialised.
-        version: of the tensor then.
+        state: of the tensor then.
     """
 
     region: Region
     record: StorageRecord
     length: int
-    version: int
+    state: tuple[Any, ...]
 
 
 _traces: Any = WeakIdKeyDictionary()
@@ -40,12 +40,16 @@ def remember(tensor: torch.Tensor, region: Region, history: History) -> None:
         for node in history.record:
             node.finish()
         record = region.storage.keep_record(history)
-        _traces[tensor] = _Trace(region, record, len(record), _version(tensor))
+        _traces[tensor] = _Trace(region, record, len(record), _state(tensor))
 
 
-def _version(tensor: torch.Tensor) -> int:
+def _state(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Return what changes with the values: writes count the version up, ``.data = ...`` replaces
+    the memory.
+    """
     local = getattr(tensor, "_local_tensor", tensor)
-    return -1 if local.is_inference() else local._version
+    version = -1 if local.is_inference() else local._version
+    return version, local.dtype, _torch.weak_storage(local)
 
 
 def dematerialize(module: torch.nn.Module) -> None:
@@ -81,6 +85,8 @@ def dematerialize(module: torch.nn.Module) -> None:
     for node in Schedule([(region.storage, END) for region in regions.values()]).nodes:
         node.keep_again()
     new = {key: go_back(tensor, fakes[key]) for key, (_, tensor) in first.items()}
+    for _, tensor in first.values():  # it may be filled from elsewhere next
+        _traces.pop(tensor, None)
     for registry, name, _, tensor in places:
         registry[name] = new[id(tensor)]  # type: ignore[assignment]
 
@@ -101,7 +107,7 @@ def _region_of(name: str, tensor: torch.Tensor) -> Region:
             "outside, or it shares memory with a tensor that was materialized before: there is no "
             "record to go back to. Save its values instead."
         )
-    if trace.version != _version(tensor) or trace.length != len(trace.record):
+    if trace.state != _state(tensor) or trace.length != len(trace.record):
         raise DeferredError(
             f"{name} has been changed since it was materialized, as by a training step, and going "
             "back to its record would lose that. Save its values instead."

@@ -199,6 +199,8 @@ def test_fully_shard_takes_a_deferred_module(world: World) -> None:
         if build is deferred:
             assert is_deferred(module)
             parameters = list(module.parameters())
+            with pytest.raises(UnsupportedError, match="DTensor"):
+                materialize_module(module, dtype=torch.float64)
             materialize_module(module)
             assert not is_deferred(module)
             assert all(a is b for a, b in zip(parameters, module.parameters(), strict=True))

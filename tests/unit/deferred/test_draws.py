@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -89,15 +90,40 @@ def test_a_far_shard_of_a_large_tensor() -> None:
     assert torch.equal(module.last, eager.last)
 
 
-def test_nothing_is_lost_by_going_back() -> None:
+def _replace_twice(module: nn.Linear) -> None:
+    for _ in range(2):  # the second may lie where the first values did
+        module.weight.data = torch.ones(3, 3)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda module: nn.init.ones_(module.weight),
+        lambda module: module.half(),
+        _replace_twice,
+    ],
+)
+def test_nothing_is_lost_by_going_back(change: Callable[[nn.Linear], object]) -> None:
     module = deferred_init(nn.Linear, 3, 3)
     materialize_module(module)
-    with torch.no_grad():
-        module.weight.add_(1)
+    change(module)
     with pytest.raises(DeferredError, match="changed since"):
         dematerialize(module)
     with pytest.raises(DeferredError, match="no record"):
         dematerialize(nn.Linear(3, 3))
+
+
+def test_there_is_no_going_back_from_a_checkpoint() -> None:
+    """Also not if the module was materialized from its record before."""
+    module = deferred_init(nn.Linear, 3, 3)
+    materialize_module(module)
+    dematerialize(module)
+    materialize_module(module, uninitialized=["weight", "bias"])
+    for parameter in module.parameters():
+        nn.init.constant_(parameter, 7)
+    with pytest.raises(DeferredError, match="no record"):
+        dematerialize(module)
+    assert torch.equal(module.bias, torch.full((3,), 7.0))
 
 
 def test_there_is_no_going_back_to_values_from_outside() -> None:
@@ -138,3 +164,87 @@ def test_the_way_back_keeps_no_memory() -> None:
 def _histories() -> int:
     gc.collect()
     return sum(type(one) is History for one in gc.get_objects())
+
+
+def test_intermediate_results_are_freed_on_the_way() -> None:
+    most = 0
+
+    def count(x: torch.Tensor) -> torch.Tensor:
+        nonlocal most
+        alive = [one for one in gc.get_objects() if type(one) is History and one.real is not None]
+        most = max(most, len(alive))
+        return x + 1
+
+    lib = torch.library.Library("torchrelay_freed", "DEF")
+    lib.define("counted(Tensor x) -> Tensor")
+    lib.impl("counted", count, "CPU")
+    lib.impl("counted", torch.empty_like, "Meta")
+
+    def build() -> nn.Module:
+        module = nn.Module()
+        values = torch.zeros(4)
+        for _ in range(20):
+            values = torch.ops.torchrelay_freed.counted(values)
+        module.register_buffer("values", values)
+        return module
+
+    module: Any = deferred_init(build)
+    materialize_module(module)
+    assert torch.equal(module.values, torch.full((4,), 20.0))
+    assert 1 <= most <= 3
+
+
+@pytest.mark.parametrize(
+    "combine",
+    [
+        lambda a, b: torch.add(a.bfloat16(), b.bfloat16(), alpha=0.3),
+        lambda a, b: a.bfloat16().sub_(b.bfloat16(), alpha=0.3),
+        lambda a, b: torch.complex(a, b) * torch.complex(b, a),
+        lambda a, b: a.bfloat16() + b.bfloat16(),
+    ],
+)
+def test_a_part_has_the_bits_of_the_whole(
+    combine: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+) -> None:
+    def build() -> nn.Module:
+        module = nn.Module()
+        module.register_buffer("values", combine(torch.rand(4099), torch.rand(4099)))
+        return module
+
+    torch.manual_seed(0)
+    eager: Any = build()
+    for start, stop in ((0, 7), (3, 1000), (5, 4099), (4090, 4099)):
+        torch.manual_seed(0)
+        module: Any = deferred_init(build)
+        materialize_module(module, shard=lambda name, tensor: (slice(start, stop),))  # noqa: B023
+        assert torch.equal(module.values, eager.values[start:stop])
+
+
+def test_a_part_of_a_long_chain_of_results() -> None:
+    def build() -> nn.Module:
+        module = nn.Module()
+        values = torch.rand(8)
+        for _ in range(300):
+            values = values * 0.99
+        module.register_buffer("values", values)
+        return module
+
+    torch.manual_seed(0)
+    eager: Any = build()
+    torch.manual_seed(0)
+    module: Any = deferred_init(build)
+    materialize_module(module, shard=lambda name, tensor: (slice(2, 6),))
+    assert torch.equal(module.values, eager.values[2:6])
+
+
+def test_an_attribute_that_shares_the_memory_of_a_parameter_is_filled_with_it() -> None:
+    def build() -> Any:
+        module = nn.Module()
+        module.weight = nn.Parameter(torch.rand(4))
+        module.alias = module.weight.detach()
+        return module
+
+    module = deferred_init(build)
+    materialize_module(module, uninitialized=["weight"])
+    nn.init.constant_(module.weight, 3)
+    assert module.alias.data_ptr() == module.weight.data_ptr()

@@ -7,6 +7,7 @@ import doctest
 import pickle
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
 
@@ -257,3 +258,14 @@ def test_a_factory_that_reads_values_is_refused(tmp_path: Path) -> None:
     path.write_bytes(bytes(16))
     with fake.fake_mode(), pytest.raises(DeferredError, match="its result"):
         torch.from_file(str(path), size=4)
+
+
+def test_draws_inside_fake_mode_leave_the_generator_where_the_program_does() -> None:
+    module = deferred_init(nn.Linear, 3, 3)
+    ends = []
+    for context in (nullcontext(), fake.fake_mode()):
+        torch.manual_seed(4)
+        with context:
+            module.reset_parameters()
+        ends.append(torch.rand(3))
+    assert torch.equal(*ends)

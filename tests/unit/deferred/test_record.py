@@ -237,6 +237,8 @@ def test_draws_on_real_tensors_take_their_place_in_the_sequence(name: str) -> No
         lambda t: nn.functional.rrelu(t, training=True),
         lambda t: torch.normal(1.0, torch.poisson(t.t())),
         torch.nn.functional.gumbel_softmax,
+        lambda t: torch.poisson(t, generator=torch.Generator().manual_seed(1)),
+        lambda t: torch._standard_gamma(t + 0.1, generator=torch.Generator().manual_seed(2)),
     ],
 )
 def test_draws_on_deferred_tensors(draw: Callable[[torch.Tensor], torch.Tensor]) -> None:
