@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import math
 import os
+import resource
 import socket
 import threading
 import time
@@ -42,9 +43,12 @@ __all__ = [
 
 MAX_CONNECTIONS = 1024
 #: How long a connection may take to send the head of its first or next request, and then its body.
-REQUEST_TIMEOUT_S = 60.0
+#: Proxies keep idle connections for 60 s; if the server gave up first, it would lose requests.
+REQUEST_TIMEOUT_S = 75.0
 _HEAD_BYTES = 64 << 10
 _BODIES = 4  # bodies of the largest size that may be in memory at once
+_SMALL_BODY_BYTES = 64 << 10  # a body up to this size is read in any case
+_ANSWERS_AT_ONCE = 8  # to one connection, before others are served
 _TICK_S = 0.1
 _LAST_S = 1.0  # after the grace, for what is still to be closed
 _STATUS_LINES = {one.value: f"HTTP/1.1 {one.value} {one.phrase}" for one in HTTPStatus}
@@ -125,6 +129,7 @@ class HttpServer:
         """
         self.app = app
         self.connections: set[Connection] = set()
+        self.max_connections = MAX_CONNECTIONS
         self.body_bytes = 0  # of requests that are being read
         self.date = ""
         self.is_ending = False
@@ -140,6 +145,11 @@ class HttpServer:
 
     async def serve(self, listener: socket.socket) -> None:
         """Serve the connections of `listener`; return when all are closed."""
+        # Connections take at most half of the descriptors: models and workers need some too.
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        soft = max(soft, min(2 * MAX_CONNECTIONS, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        self.max_connections = min(MAX_CONNECTIONS, soft // 2)
         loop = asyncio.get_running_loop()
         server = await loop.create_server(lambda: Connection(self), sock=listener, backlog=2048)
         self._on_start()
@@ -195,13 +205,15 @@ class Connection(asyncio.Protocol):
         self._is_starting = False
         self._is_blocked = False  # the client does not read
         self._is_paused = False  # requests that were sent ahead wait
+        self._is_discarding = False  # the last answer is sent; what still arrives is discarded
+        self._expects_continue = False
         self._unsent_bytes = 0  # when the client was last looked at
         self.waits_since = time.monotonic()  # for the client; inf: the client waits
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
         connections = self._server.connections
-        if len(connections) >= MAX_CONNECTIONS:
+        if len(connections) >= self._server.max_connections:
             idle = min(connections, key=lambda one: one.waits_since)
             if idle.waits_since == math.inf:
                 self.transport.abort()  # all are being answered
@@ -218,16 +230,35 @@ class Connection(asyncio.Protocol):
             self._pending.cancel()
 
     def data_received(self, data: bytes) -> None:
+        if self._is_discarding:
+            return
         self._head_bytes += len(data)
         try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            pass  # answered as if it did not ask for that
+            self._parse(memoryview(data))
         except httptools.HttpParserError as error:
             self._break_off(HttpError(400, f"the request is not valid HTTP: {error}"))
-            return
-        if self._head_bytes > _HEAD_BYTES:
-            self._break_off(HttpError(431, f"the head of a request exceeds {_HEAD_BYTES} bytes"))
+        else:
+            if self._head_bytes > _HEAD_BYTES:
+                text = f"the head of a request exceeds {_HEAD_BYTES} bytes"
+                self._break_off(HttpError(431, text))
+        self._start_next()
+        if self._server.is_ending:
+            self.end()
+
+    def _parse(self, data: memoryview) -> None:
+        while data:
+            try:
+                self._parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as upgrade:
+                # The parser skips the body of a request that offers another protocol. The offer is
+                # declined: a new parser reads the request without it.
+                data = data[upgrade.args[0] :]
+                method, version = self._parser.get_method(), self._parser.get_http_version()
+                lines = [f"{name}: {value}" for name, value in self._headers.items()]
+                head = "\r\n".join([f" HTTP/{version}", *lines, "\r\n"]).encode("latin-1")
+                self._parser = httptools.HttpRequestParser(self)
+                self._parser.feed_data(method + b" " + self._url + head)
 
     def pause_writing(self) -> None:
         self._is_blocked = True
@@ -249,24 +280,25 @@ class Connection(asyncio.Protocol):
 
     def on_headers_complete(self) -> None:
         self._head_bytes = 0
+        if self._parser.should_upgrade():
+            del self._headers["upgrade"]  # CONNECT has none: an error
+            return
         path = (httptools.parse_url(self._url).path or b"").decode("latin-1")
+        is_old = self._parser.get_http_version() == "1.0"
+        headers, self._headers = self._headers, {}  # trailers change no header
         request = self._reading = HttpRequest(
             self._parser.get_method().decode(),
             unquote(path) if "%" in path else path,
-            self._headers,
-            keep_alive=self._parser.should_keep_alive()
-            and self._parser.get_http_version() != "1.0"
-            and not self._parser.should_upgrade(),
+            headers,
+            keep_alive=self._parser.should_keep_alive() and not is_old,
         )
+        self._expects_continue = headers.get("expect", "").lower() == "100-continue" and not is_old
         if self._answering is None:
             self.waits_since = time.monotonic()
         try:
             self._app.check(request)
         except Exception as error:
             self._refuse(request, error)
-            return
-        if request.headers.get("expect", "").lower() == "100-continue":
-            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def on_body(self, part: bytes) -> None:
         """Keep a part, bounded in size; so is what all bodies that are being read take."""
@@ -278,7 +310,7 @@ class Connection(asyncio.Protocol):
         self._server.body_bytes += len(part)
         if len(request.body) > limit:
             self._refuse(request, CapacityError(f"the request body exceeds {limit} bytes"))
-        elif self._server.body_bytes > _BODIES * limit:
+        elif self._server.body_bytes > _BODIES * limit and len(request.body) > _SMALL_BODY_BYTES:
             text = f"bodies of {_BODIES * limit} bytes are being read; try again"
             self._refuse(request, OverloadedError(text))
 
@@ -287,13 +319,12 @@ class Connection(asyncio.Protocol):
         request = self._end_reading()
         if request is not None and request.refusal is None:
             self._ahead.append(request)
-            self._start_next()
 
     # --- requests
 
     def end(self) -> None:
-        """Close the connection once its request is answered."""
-        if self._reading is None and self._answering is None:
+        """Close the connection unless a request is to be answered."""
+        if self._is_discarding or not (self._reading or self._answering or self._ahead):
             self.transport.close()
 
     def give_up(self) -> None:
@@ -301,20 +332,21 @@ class Connection(asyncio.Protocol):
         before, self._unsent_bytes = self._unsent_bytes, self.transport.get_write_buffer_size()
         if self._unsent_bytes not in (0, before):
             self.waits_since = time.monotonic()
-        elif self._reading is None or self.transport.is_closing():
+        elif self._unsent_bytes or self._reading is None or self._is_discarding:
             self.transport.abort()
         else:
             self._break_off(
                 HttpError(400, f"the body did not arrive within {REQUEST_TIMEOUT_S:g} s")
             )
+            self._start_next()
 
     def _break_off(self, error: HttpError) -> None:
         """Close the connection with an error, as what follows cannot be read."""
-        request = self._reading or HttpRequest()
+        request = self._reading = self._reading or HttpRequest()
         request.keep_alive = False
         if request.refusal is None:
             self._refuse(request, error)
-        elif self._answering is None:
+        elif self._answering is None and not self._ahead:
             self.transport.abort()
 
     def _end_reading(self) -> HttpRequest | None:
@@ -329,14 +361,16 @@ class Connection(asyncio.Protocol):
         request.body = bytearray()
         request.refusal = self._app.error(request, error)
         self._ahead.append(request)
-        self._start_next()
 
     def _start_next(self) -> None:
         """Start to answer what came first; some is answered at once, and then the next."""
         if self._is_starting:
             return
         self._is_starting = True
-        while self._ahead and self._answering is None and not self._is_blocked:
+        for _ in range(_ANSWERS_AT_ONCE):
+            is_busy = self._answering is not None or self._is_blocked
+            if is_busy or not self._ahead or self.transport.is_closing():
+                break
             request = self._answering = self._ahead.popleft()
             if request.refusal is not None:
                 self._respond(request.refusal)
@@ -344,7 +378,13 @@ class Connection(asyncio.Protocol):
             self.waits_since = math.inf
             pending = self._app.answer(request, self._respond)
             self._pending = pending if self._answering is request else None
+        else:
+            asyncio.get_running_loop().call_soon(self._start_next)
         self._is_starting = False
+        if self._expects_continue and not (self._ahead or self._answering):
+            self._expects_continue = False
+            if self._reading is not None and self._reading.refusal is None:
+                self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         is_full = bool(self._ahead) or self._is_blocked
         if is_full != self._is_paused and not self.transport.is_closing():
             self._is_paused = is_full
@@ -353,6 +393,7 @@ class Connection(asyncio.Protocol):
     def _respond(self, response: HttpResponse) -> None:
         """Send the response to the request that is being answered; go on with the next."""
         request, self._answering, self._pending = self._answering, None, None
+        self.waits_since, self._unsent_bytes = time.monotonic(), 0
         if request is None or self.transport.is_closing():
             return
         keeps = request.keep_alive and not self._server.is_ending
@@ -366,9 +407,14 @@ class Connection(asyncio.Protocol):
         ]
         head = "\r\n".join(lines).encode("latin-1")
         self.transport.write(head if request.method == "HEAD" else head + response.body)
-        self.waits_since = time.monotonic()
         if keeps:
             self._start_next()
-        else:
-            self._ahead.clear()
+            return
+        self._ahead.clear()
+        if request is not self._reading or self._server.is_ending:
             self.transport.close()
+            return
+        # Closing it with unread bytes would reset the connection, and the answer might be lost.
+        self._is_discarding = True
+        with contextlib.suppress(OSError):
+            self.transport.write_eof()

@@ -217,7 +217,8 @@ class Application:
         if request.headers.get("content-encoding", "identity") != "identity":
             raise HttpError(415, "compressed bodies are not served; send the body as it is")
         header, raw = parse_body(request.body, request.headers.get(HEADER.lower()))
-        inputs = decode(header.get("inputs"), raw)
+        inputs = decode(header.pop("inputs", None), raw)
+        request.body = bytearray()  # copied: while the request waits, its inputs are kept once
         options = _options(header.get("parameters", {}))
         future = self._switcher.submit(name, inputs, copy=False, **options)
         return future, lambda reply: self._reply(header, reply)

@@ -54,6 +54,7 @@ _NAMES = {dtype: name for name, dtype in DATATYPES.items()}
 # The codes of `array` that hold the values of each of them.
 _CODES = dict(zip(_NAMES, "BBHIQbhiqddfd", strict=True))
 _MAX_DIMENSIONS = 32
+_MAX_SIZE = 1 << 48  # in values; torch computes sizes in bytes in 64 bits
 # What JSON may take: while it is read or written, a server does nothing else.
 _JSON_BYTES = 16 << 20
 _JSON_VALUES = 1 << 20
@@ -215,10 +216,17 @@ def _described(entry: dict[str, Any]) -> tuple[str, torch.dtype, list[int]]:
     name, shape = entry.get("name"), entry.get("shape")
     if not isinstance(name, str):
         raise ArgumentError("an input has no name")
-    sizes = isinstance(shape, list) and all(type(size) is int and size >= 0 for size in shape)
-    if not sizes or len(shape) > _MAX_DIMENSIONS:  # type: ignore[arg-type]
-        raise ArgumentError(f"input {name!r} has the shape {shape!r}; it must be a list of sizes")
-    return name, dtype_of(entry.get("datatype")), shape  # type: ignore[return-value]
+    if (
+        not isinstance(shape, list)
+        or len(shape) > _MAX_DIMENSIONS
+        or not all(type(size) is int and 0 <= size <= _MAX_SIZE for size in shape)
+        or math.prod(max(1, size) for size in shape) > _MAX_SIZE
+    ):
+        raise ArgumentError(
+            f"input {name!r} has the shape {shape!r}; it must be a list of at most "
+            f"{_MAX_DIMENSIONS} sizes, and their product at most {_MAX_SIZE}"
+        )
+    return name, dtype_of(entry.get("datatype")), shape
 
 
 def _from_list(name: str, data: object, dtype: torch.dtype, shape: list[int]) -> torch.Tensor:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import base64
 import contextlib
 import json
+import resource
 import socket
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
@@ -17,7 +19,7 @@ import torch
 
 import switching_models as models
 from torchrelay.config import Switching
-from torchrelay.errors import CapacityError, UnavailableError
+from torchrelay.errors import ArgumentError, CapacityError, UnavailableError
 from torchrelay.switching import ModelStore, _connections, _http, _tensors
 from torchrelay.switching._connections import (
     HttpError,
@@ -81,7 +83,7 @@ def test_web_pages_from_elsewhere_are_refused(store: ModelStore) -> None:
     assert Caller(store, allowed_hosts="*").status("GET", "/v2", host="evil.example") == 200
     infer = "/v2/models/none/infer"
     assert server.status("POST", infer, origin="http://localhost:8000") == 404
-    for origin in ("http://evil.example", "null", "http://localhost:8001", "file://"):
+    for origin in ("http://evil.example", "null", "http://localhost:8001", "file://", "http://["):
         assert server.status("POST", infer, origin=origin) == 403, origin
         assert server.status("GET", "/status.json", origin=origin) == 403, origin
     for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; b=1"):
@@ -96,7 +98,7 @@ def test_the_key_is_asked_of_every_request_but_health(store: ModelStore) -> None
     assert server.status("GET", "/v2/health/live") == 200
     for path in ("/", "/v2", "/metrics", "/status.json", "/v2/models/chain", "/nothing"):
         assert server.status("GET", path) == 401, path
-    for wrong in ("Bearer opens", "Bearer", "opens it", "Basic !", "Digest opens it"):
+    for wrong in ("Bearer opens", "Bearer", "opens it", "Basic !", "Basic é", "Digest opens it"):
         assert server.status("GET", "/v2", authorization=wrong) == 401, wrong
     for right in ("Bearer opens it", "bearer opens it", f"Basic {basic}"):
         assert server.status("GET", "/v2", authorization=right) == 200, right
@@ -126,19 +128,23 @@ def test_every_error_is_json(store: ModelStore) -> None:
 def test_unfinished_bodies_take_a_bounded_memory(
     store: ModelStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beyond it requests are refused at once; it is free again when the others are given up."""
+    """Beyond it large ones are refused at once; it is free again when the others are given up."""
     monkeypatch.setattr(_http, "_HEADER_BYTES", 0)
+    monkeypatch.setattr(_connections, "_SMALL_BODY_BYTES", 100)
     app = Caller(store, request_bytes=1000).app
     head = b"POST /v2/models/chain/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"
 
     async def client(port: int) -> None:
-        opened = [await asyncio.open_connection("127.0.0.1", port) for _ in range(7)]
+        opened = [await asyncio.open_connection("127.0.0.1", port) for _ in range(8)]
         for _, writer in opened[:4]:
             writer.write(head % 1000 + b"x" * 900)
         await asyncio.sleep(0.2)
         for reader, writer in opened[4:6]:
             writer.write(head % 1000 + b"x" * 900)
             assert b"429 Too Many Requests" in await reader.readuntil(b"\r\n\r\n")
+        reader, writer = opened[7]
+        writer.write(head % 100 + b"x" * 100)
+        assert b"400 Bad Request" in await reader.readuntil(b"\r\n\r\n")  # read, and no JSON
         reader, writer = opened[6]
         writer.write(head % 1001 + b"x" * 1001)  # the four still take their memory
         answer = await reader.readuntil(b"\r\n\r\n")
@@ -158,11 +164,15 @@ LARGE = bytes(32 << 20)
 
 
 class Ok:
-    """An application that answers "ok" to everything; at /early, before it has the body; at /large
-    much.
+    """An application that answers "ok" to everything: at /early, before it has the body; at /later,
+    when the test calls what `later` holds. At /large it sends much, at /echo the request.
     """
 
     max_body_bytes = 1000
+
+    def __init__(self) -> None:
+        self.paths: list[str] = []
+        self.later: asyncio.Queue[Callable[[HttpResponse], object]] = asyncio.Queue()
 
     def check(self, request: HttpRequest) -> None:
         if request.path == "/early":
@@ -175,17 +185,30 @@ class Ok:
     def answer(
         self, request: HttpRequest, respond: Callable[[HttpResponse], object]
     ) -> Future[Any] | None:
-        respond(HttpResponse(LARGE if request.path == "/large" else b"ok"))
+        self.paths.append(request.path)
+        if request.path == "/later":
+            self.later.put_nowait(respond)
+            return Future()
+        echo = repr((request.method, request.headers, bytes(request.body))).encode()
+        respond(HttpResponse({"/large": LARGE, "/echo": echo}.get(request.path, b"ok")))
         return None
 
 
-def serve(app: Any, client: Callable[[int], Awaitable[None]]) -> None:
+def serve(
+    app: Any,
+    client: Callable[[int], Awaitable[None]],
+    *,
+    grace_s: float = 10.0,
+    send_buffer: int | None = None,
+) -> None:
     """Run ``client`` with the port of a server of `app`."""
 
     async def run() -> None:
         with bind("127.0.0.1", 0) as listener:
+            if send_buffer is not None:
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
             started = asyncio.Event()
-            server = HttpServer(app, 10.0, started.set, lambda: False)
+            server = HttpServer(app, grace_s, started.set, lambda: False)
             task = asyncio.create_task(server.serve(listener))
             await started.wait()
             try:
@@ -204,8 +227,31 @@ def serve_nothing(client: Callable[[int], Awaitable[None]]) -> None:
 REQUEST = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
-def test_idle_connections_lock_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_connections, "MAX_CONNECTIONS", 8)
+@pytest.fixture
+def lost(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
+    """Set when a connection has ended; clients have 0.2 s for each request."""
+    monkeypatch.setattr(_connections, "REQUEST_TIMEOUT_S", 0.2)
+    lost = asyncio.Event()
+    end = _connections.Connection.connection_lost
+
+    def end_and_note(connection: Any, error: Exception | None) -> None:
+        end(connection, error)
+        lost.set()
+
+    monkeypatch.setattr(_connections.Connection, "connection_lost", end_and_note)
+    return lost
+
+
+@pytest.mark.parametrize("descriptors", [(1 << 20, 1 << 20), (8, 16)])
+def test_idle_connections_lock_nobody_out(
+    monkeypatch: pytest.MonkeyPatch, descriptors: tuple[int, int]
+) -> None:
+    """Not if descriptors are few either: their limit is raised, and half of them are kept free."""
+    limits = []
+    if descriptors[0] > 8:
+        monkeypatch.setattr(_connections, "MAX_CONNECTIONS", 8)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: descriptors)
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limit: limits.append(limit))
 
     async def client(port: int) -> None:
         idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(20)]
@@ -217,6 +263,7 @@ def test_idle_connections_lock_nobody_out(monkeypatch: pytest.MonkeyPatch) -> No
         for old, _ in idle[:13]:  # the first are those that were closed
             with contextlib.suppress(ConnectionResetError):
                 assert await old.read() == b""
+        assert limits == [(descriptors[1], descriptors[1])]
         for _, one in [*idle, (reader, writer)]:
             one.close()
 
@@ -259,19 +306,7 @@ def test_connections_are_closed_that_send_a_body_after_the_answer(
 
 
 @pytest.mark.parametrize("last", [b"", b"Connection: close\r\n"])
-def test_clients_that_stop_reading_are_given_up(
-    monkeypatch: pytest.MonkeyPatch, last: bytes
-) -> None:
-    monkeypatch.setattr(_connections, "REQUEST_TIMEOUT_S", 0.2)
-    lost = asyncio.Event()
-    end = _connections.Connection.connection_lost
-
-    def end_and_note(connection: Any, error: Exception | None) -> None:
-        end(connection, error)
-        lost.set()
-
-    monkeypatch.setattr(_connections.Connection, "connection_lost", end_and_note)
-
+def test_clients_that_stop_reading_are_given_up(lost: asyncio.Event, last: bytes) -> None:
     async def client(port: int) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(b"GET /large HTTP/1.1\r\nHost: localhost\r\n" + last + b"\r\n")
@@ -279,6 +314,38 @@ def test_clients_that_stop_reading_are_given_up(
         await lost.wait()
         with pytest.raises((asyncio.IncompleteReadError, ConnectionResetError)):
             await reader.readexactly(len(LARGE))
+        writer.close()
+
+    serve_nothing(client)
+
+
+def test_clients_that_read_nothing_and_close_are_given_up_though_they_wait_for_an_answer(
+    lost: asyncio.Event,
+) -> None:
+    """What is unsent keeps the connection from ending at the client's end of file."""
+    app = Ok()
+
+    async def client(port: int) -> None:
+        with socket.socket() as raw:
+            raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            raw.connect(("127.0.0.1", port))
+            raw.sendall(REQUEST * 300 + REQUEST.replace(b" / ", b" /later "))
+            raw.shutdown(socket.SHUT_WR)
+            respond: Any = await app.later.get()
+            while not respond.__self__.transport.is_closing():
+                await asyncio.sleep(0.01)
+            respond(HttpResponse(b"ok"))
+            await asyncio.wait_for(lost.wait(), 60)
+
+    serve(app, client, send_buffer=4096)
+
+
+def test_clients_that_keep_a_closing_connection_are_given_up(lost: asyncio.Event) -> None:
+    async def client(port: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"nonsense\r\n\r\n")
+        assert b"400 Bad Request" in await reader.read()
+        await asyncio.wait_for(lost.wait(), 60)
         writer.close()
 
     serve_nothing(client)
@@ -327,9 +394,130 @@ def test_heads_without_a_body_are_sent() -> None:
         assert b"100 Continue" in await reader.readuntil(b"\r\n\r\n")
         writer.write(b"{}")
         assert b"200 OK" in await reader.readuntil(b"\r\n\r\n")
+        assert await reader.readexactly(2) == b"ok"
+        writer.write(b"POST / HTTP/1.0\r\n" + expecting)  # which does not know that answer
+        await asyncio.sleep(0.1)
+        writer.write(b"{}")
+        assert (await reader.read()).startswith(b"HTTP/1.1 200 OK")
         writer.close()
 
     serve_nothing(client)
+
+
+def test_a_body_is_asked_for_behind_the_answers_before_it() -> None:
+    app = Ok()
+    expecting = b"POST / HTTP/1.1\r\nContent-Length: 2\r\nExpect: 100-continue\r\n\r\n"
+
+    async def client(port: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(REQUEST.replace(b" / ", b" /later ") + expecting)
+        respond = await app.later.get()
+        await asyncio.sleep(0.1)
+        respond(HttpResponse(b"ok"))
+        for status in (b"200 OK", b"100 Continue"):
+            assert status in await reader.readuntil(b"\r\n\r\n")
+            assert status != b"200 OK" or await reader.readexactly(2) == b"ok"
+        writer.write(b"{}")
+        assert b"200 OK" in await reader.readuntil(b"\r\n\r\n")
+        writer.close()
+
+    serve(app, client)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"Content-Length: 4\r\n\r\nbody", b"Transfer-Encoding: chunked\r\n\r\n4\r\nbody\r\n0\r\n\r\n"],
+)
+def test_offers_of_another_protocol_are_declined(body: bytes) -> None:
+    """As Java's client makes them with each request."""
+    offer = b"HTTP/1.1\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nX: 1\r\n"
+
+    async def client(port: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        sent = b"POST /echo " + offer + body + b"GET /echo " + offer + b"\r\n" + REQUEST
+        for part in (sent, sent[:20], sent[20:90], sent[90:]):
+            writer.write(part)
+            await asyncio.sleep(0.01)
+        for method, content in [("POST", b"body"), ("GET", b""), ("", b"")] * 2:
+            head = await reader.readuntil(b"\r\n\r\n")
+            assert b"200 OK" in head and b"Connection: close" not in head
+            answer = await reader.readexactly(int(head.split(b"Content-Length: ")[1].split()[0]))
+            if method:
+                given, headers, received = ast.literal_eval(answer.decode())
+                assert (given, headers["x"], received) == (method, "1", content)
+        writer.write(b"GET / " + offer.replace(b"Upgrade, ", b"close, Upgrade, ") + b"\r\n")
+        assert b"Connection: close" in await reader.read()
+        writer.close()
+
+    serve_nothing(client)
+
+
+def test_trailers_change_no_header() -> None:
+    async def client(port: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(
+            b"POST /echo HTTP/1.1\r\nX: first\r\nConnection: close\r\n"
+            b"Transfer-Encoding: chunked\r\n\r\n2\r\nok\r\n0\r\nX: last\r\n\r\n"
+        )
+        assert b"'x': 'first'" in await reader.read()
+        writer.close()
+
+    serve_nothing(client)
+
+
+def test_a_request_behind_a_closing_answer_does_not_run() -> None:
+    app = Ok()
+
+    async def client(port: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"GET / HTTP/1.0\r\nConnection: keep-alive\r\n\r\n" + REQUEST)
+        assert (await reader.read()).count(b"200 OK") == 1
+        assert app.paths == ["/"]
+        writer.close()
+
+    serve(app, client)
+
+
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        (b"POST /early HTTP/1.1\r\nConnection: close\r\nContent-Length: %d\r\n\r\n", b"200 OK"),
+        (b"POST /early HTTP/1.0\r\nContent-Length: %d\r\n\r\n", b"200 OK"),
+        (b"POST / HTTP/1.1\r\nContent-Length: x%d\r\n\r\n", b"400 Bad Request"),
+    ],
+)
+def test_refusals_reach_clients_that_send_all_before_they_read(head: bytes, status: bytes) -> None:
+    """Closing the connection sooner would reset it, and the refusal would be lost."""
+
+    def exchange(port: int) -> bytes:
+        with socket.create_connection(("127.0.0.1", port), timeout=60) as raw:
+            raw.sendall(head % len(LARGE) + LARGE)
+            return raw.recv(1000)
+
+    async def client(port: int) -> None:
+        assert status in await asyncio.to_thread(exchange, port)
+
+    serve_nothing(client)
+
+
+@pytest.mark.timeout(60)
+def test_a_server_that_ends_waits_no_longer_than_for_a_refused_body() -> None:
+    clients = []
+
+    async def finish(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.closing(writer):
+            await asyncio.sleep(0.3)  # the server ends
+            writer.write(b"{}")
+            assert await reader.read() == b""
+
+    async def client(port: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"POST /early HTTP/1.1\r\nContent-Length: 2\r\n\r\n")
+        assert b"200 OK" in await reader.readuntil(b"\r\n\r\n")
+        assert await reader.readexactly(2) == b"ok"
+        clients.append(asyncio.create_task(finish(reader, writer)))
+
+    serve(Ok(), client, grace_s=1000.0)
 
 
 def test_what_is_sent_ahead_is_answered_in_order() -> None:
@@ -346,6 +534,35 @@ def test_what_is_sent_ahead_is_answered_in_order() -> None:
     serve_nothing(client)
 
 
+def test_what_is_sent_ahead_lets_others_be_served() -> None:
+    """A few at a time are answered in one turn of the event loop."""
+    turns = [0]
+
+    class Counting(Ok):
+        def answer(
+            self, request: HttpRequest, respond: Callable[[HttpResponse], object]
+        ) -> Future[Any] | None:
+            turns[-1] += 1
+            return super().answer(request, respond)
+
+    async def count() -> None:
+        while True:
+            turns.append(0)
+            await asyncio.sleep(0)
+
+    async def client(port: int) -> None:
+        counter = asyncio.create_task(count())
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(REQUEST * 500)
+        for _ in range(500):
+            assert b"200 OK" in await reader.readuntil(b"\r\n\r\n")
+        counter.cancel()
+        assert sum(turns) == 500 and max(turns) <= 32
+        writer.close()
+
+    serve(Counting(), client)
+
+
 @pytest.mark.parametrize(
     ("sent", "status"),
     [
@@ -355,7 +572,7 @@ def test_what_is_sent_ahead_is_answered_in_order() -> None:
         (b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nokx", b"400"),
         (REQUEST + b"\0\0", b"400"),
         (b"GET / HTTP/1.0\r\n\r\n", b"200"),
-        (b"GET / HTTP/1.1\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n", b"200"),
+        (b"CONNECT http://a/ HTTP/1.1\r\nUpgrade: h2c\r\n\r\n", b"400"),
     ],
 )
 def test_connections_are_closed_on_which_no_more_can_be_read(sent: bytes, status: bytes) -> None:
@@ -392,6 +609,14 @@ def test_answers_leave_at_once() -> None:
 def test_a_view_of_one_element_travels_in_binary() -> None:
     entries, raw = encode({"x": torch.full((1, 5), 7.0)[:, 0]}, binary=True)
     assert torch.equal(decode(entries, memoryview(raw[0]))["x"], torch.tensor([7.0]))
+
+
+@pytest.mark.parametrize("shape", [[0, 1 << 70], [0, 1 << 40, 1 << 40], [1 << 62, 64]])
+@pytest.mark.parametrize("content", [{"data": []}, {"parameters": {"binary_data_size": 0}}])
+def test_sizes_that_torch_cannot_hold_are_refused(shape: list[int], content: Any) -> None:
+    entry = {"name": "x", "datatype": "FP32", "shape": shape, **content}
+    with pytest.raises(ArgumentError, match=r"input 'x' has the shape .*product at most"):
+        decode([entry], memoryview(b""))
 
 
 def test_a_port_in_use_is_named() -> None:
