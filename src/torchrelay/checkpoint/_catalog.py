@@ -69,6 +69,7 @@ class Keep:
         check_count("keep: every", self.every)
         if isinstance(self.names, str):
             raise ArgumentError(f"keep: names is a collection of names, not {self.names!r}")
+        object.__setattr__(self, "names", (*self.names,))  # a view of a dictionary cannot be sent
 
     def names_one(self, name: str) -> bool:
         """Return whether a checkpoint with a numbered name is kept even if it is old."""
@@ -183,7 +184,7 @@ def retain(path: Path, keep: Keep) -> None:
         elif old_name != name and old not in spared and not keep.names_one(old_name):
             # of a damaged one, no manifest of ours claims the files
             with suppress(CorruptionError, UnsupportedError):
-                open_transaction(old).remove()
+                open_transaction(old).remove(heads[old].id)
     open_transaction(path).sweep()
 
 

@@ -17,6 +17,7 @@ from torchrelay.checkpoint._manifest import PARSING_ERRORS, Parser, from_folder,
 from torchrelay.checkpoint._storage import Folder, Path, local_path
 from torchrelay.checkpoint._types import (
     BLOCK_BYTES,
+    DATA_NAME,
     DTYPES,
     MANIFEST,
     MAX_HEADER_BYTES,
@@ -62,7 +63,7 @@ def find_checkpoint(path: Path) -> tuple[Folder, Callable[[], Manifest]]:
         return folder, lambda: manifest_of_dcp(folder)
     folder.close()
     files = [name for name in names if name.endswith(".safetensors")]
-    if any(name.startswith("data-") for name in files):
+    if any(map(DATA_NAME.fullmatch, files)):
         raise CorruptionError(
             f"{local}: {MANIFEST} is missing, without which the data files are no checkpoint"
         )

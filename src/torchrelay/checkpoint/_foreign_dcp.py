@@ -81,6 +81,11 @@ def _manifest(folder: LocalFolder, metadata: Any) -> Manifest:
     objects: dict[str, Any] = {}
     files: dict[str, DataFile] = {}
     places = {(index.fqn, index.offset): info for index, info in metadata.storage_data.items()}
+    for name in {info.relative_path for info in places.values()}:
+        if os.path.basename(name) != name:
+            raise CorruptionError(
+                f"{folder.location}: {name!r} is not a file inside the checkpoint"
+            )
     for key, found in metadata.state_dict_metadata.items():
         if not hasattr(found, "chunks"):
             objects[key] = _value(folder, key, places[key, None])
@@ -99,10 +104,6 @@ def _manifest(folder: LocalFolder, metadata: Any) -> Manifest:
 
 def _chunk(folder: LocalFolder, key: str, dtype: Dtype, box: Box, info: Any) -> Chunk:
     """Find the elements of a chunk in its file."""
-    if os.path.basename(info.relative_path) != info.relative_path:
-        raise CorruptionError(
-            f"{folder.location}: {info.relative_path!r} is not a file inside the checkpoint"
-        )
     if getattr(info, "transform_descriptors", None):
         raise UnsupportedError(
             f"{folder.location}: tensor {key!r} is compressed; load it with DCP's own reader"

@@ -215,7 +215,8 @@ def plan_save(mine: Inventory, everyone: Sequence[Description], ranks: Group) ->
     """
     global _planned  # noqa: PLW0603 - as _known
     layout, planned = mine.description.layout, _planned
-    if planned and planned[0] is layout and planned[1:3] == (ranks.ranks, ranks.rank):
+    place = (ranks.ranks, ranks.rank)
+    if len(everyone) == 1 and planned and planned[0] is layout and planned[1:3] == place:
         return planned[3]
     sizes = (len(found.blocks) for found in mine.layouts.values())
     firsts = dict(zip(mine.layouts, accumulate(sizes, initial=0), strict=False))

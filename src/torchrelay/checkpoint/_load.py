@@ -8,6 +8,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import partial
+from itertools import compress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -279,6 +280,7 @@ class _Loading:
             self._objects: list[tuple[_Part, Leaf, Any]] = []
             self._segments: list[Segment] = []
             self._targets: list[torch.Tensor | partial[torch.Tensor]] = []
+            self._tensors: dict[str, tuple[torch.Tensor, ...]] = {}  # by key
             self._match()
             if self.reading.verify != "none":
                 reader.check_files(segment.chunk.file for segment in self._segments)
@@ -311,6 +313,7 @@ class _Loading:
                     read.append(leaf)
                 else:
                     lacking[key] = part, leaf
+        self._drop_overwritten()
         # The second name of a tied tensor is filled by its first one.
         filled = set().union(*map(_identities, read)) if lacking else set()
         self._missing = {
@@ -418,6 +421,7 @@ class _Loading:
         if is_deferred_here and is_deferred(tensor):
             slices = local_slices(self.shard, name, tensor)
             boxes = boxes if slices is None else [_box_of(slices, tensor.shape)]
+        self._tensors[key] = (tensor,) if is_deferred_here else tensors
         for place, box in enumerate(boxes):
             if not is_deferred_here:
                 check_target(key, tensors[place])
@@ -429,6 +433,19 @@ class _Loading:
                 else _inside(tensors[place], box, segment.inner)
                 for segment in segments
             ]
+
+    def _drop_overwritten(self) -> None:
+        """Read a tensor that has several keys under the last of them only, which overwrites what
+        the others have.
+        """
+        filled = [one.data_ptr() for one in self._targets if isinstance(one, torch.Tensor)]
+        if len({*filled}) == len(self._targets):
+            return
+        last = {(*map(memory_of, tensors),): key for key, tensors in self._tensors.items()}
+        keys = {*last.values()}
+        kept = [segment.key in keys for segment in self._segments]
+        self._segments = [*compress(self._segments, kept)]
+        self._targets = [*compress(self._targets, kept)]
 
     def verify(self) -> None:
         """Verify what any rank reads; a block that several ranks of a host read, on one of them."""

@@ -22,13 +22,14 @@ import re
 import secrets
 import stat
 import threading
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 from torchrelay import _native
 from torchrelay._addresses import boot_id
-from torchrelay.checkpoint._manifest import claims_of
+from torchrelay.checkpoint._manifest import claims_of, is_of
 from torchrelay.checkpoint._storage import (
     check_files,
     read_again,
@@ -44,6 +45,9 @@ _LOCK, _SAVING = "torchrelay-lock", "torchrelay-saving"
 _UNFINISHED = re.compile(rf"\.(.+)\.(?:{_LOCK}|{_SAVING})", re.DOTALL)
 _NOTE = re.compile(rf"{NOTE_NAME.pattern}(\.new)?")
 _NOTE_END = b"\n"
+_MAX_OPEN_FILES = 512  # of a checkpoint; half of the usual limit of a process
+# The clean-up of a save beside this one holds the lock of this one for a moment.
+_CLEANUP_S, _POLL_S = 1.0, 0.01
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _AT_FDCWD = -100
@@ -53,7 +57,8 @@ _MADV_POPULATE_READ = 22
 
 
 class LocalFolder:
-    """A folder on a mounted file system. Files are opened once, never through symbolic links.
+    """A folder on a mounted file system. Files are opened once, unless there are hundreds, and
+    never through symbolic links.
 
     It stays the same folder from the first use on, even if its name is given to another.
     """
@@ -69,11 +74,19 @@ class LocalFolder:
         self._fds: dict[str, int] = {}
         self._lock = threading.Lock()
 
-    def _fd(self, name: str) -> int:
+    @contextlib.contextmanager
+    def _file(self, name: str) -> Iterator[int]:
+        """Open a file, and keep it open unless too many are."""
         with self._lock:
-            if name not in self._fds:
-                self._fds[name] = self._open(name)
-            return self._fds[name]
+            fd = self._fds[name] if name in self._fds else self._open(name)
+            if len(self._fds) < _MAX_OPEN_FILES:
+                self._fds[name] = fd
+            is_kept = name in self._fds
+        try:
+            yield fd
+        finally:
+            if not is_kept:
+                os.close(fd)
 
     def _open(self, name: str) -> int:
         path = os.path.join(self.location, name)
@@ -125,7 +138,8 @@ class LocalFolder:
 
     def open(self, name: str) -> io.FileIO:
         """Return a file object, which the caller closes."""
-        return io.FileIO(os.dup(self._fd(name)))
+        with self._file(name) as fd:
+            return io.FileIO(os.dup(fd))
 
     @property
     def replaced(self) -> bool:
@@ -147,18 +161,20 @@ class LocalFolder:
         return f"{boot_id()}/{found.st_dev}/{found.st_ino}"
 
     def size_bytes(self, name: str) -> int:
-        return os.fstat(self._fd(name)).st_size
+        with self._file(name) as fd:
+            return os.fstat(fd).st_size
 
     def read(self, name: str, offset: int, into: memoryview) -> None:
-        fd, end = self._fd(name), offset + len(into)
-        with storage_errors(f"reading {self.location}/{name} at byte {offset}"):
+        end, where = offset + len(into), f"{self.location}/{name} at byte {offset}"
+        with self._file(name) as fd, storage_errors(f"reading {where}"):
             while into and (count := os.preadv(fd, [into], offset)):
                 offset, into = offset + count, into[count:]
         self._check_end(name, offset, end)
 
     def checksums(self, name: str, starts: Sizes, sizes: Sizes) -> bytes:
-        with storage_errors(f"reading {self.location}/{name} at byte {starts[0]}"):
-            found, end = _native.crc32c_of_file(self._fd(name), starts, sizes)
+        where = f"{self.location}/{name} at byte {starts[0]}"
+        with self._file(name) as fd, storage_errors(f"reading {where}"):
+            found, end = _native.crc32c_of_file(fd, starts, sizes)
         self._check_end(name, end, int(starts[-1] + sizes[-1]))
         return found
 
@@ -170,12 +186,10 @@ class LocalFolder:
             )
 
     def map(self, name: str, offset: int, size_bytes: int) -> memoryview | None:
-        fd, first = self._fd(name), offset // mmap.PAGESIZE * mmap.PAGESIZE
-        with storage_errors(f"mapping {self.location}/{name} at byte {offset}"):
+        first, where = offset // mmap.PAGESIZE * mmap.PAGESIZE, f"{self.location}/{name}"
+        with self._file(name) as fd, storage_errors(f"mapping {where} at byte {offset}"):
             if os.fstat(fd).st_size < offset + size_bytes:
-                raise CorruptionError(
-                    f"{self.location}/{name}: the file ends before byte {offset + size_bytes}"
-                )
+                raise CorruptionError(f"{where}: the file ends before byte {offset + size_bytes}")
             # Writable for torch's sake, but private: nothing that is written there reaches the
             # file.
             mapped = mmap.mmap(
@@ -307,11 +321,12 @@ class LocalTransaction:
             self._check_target()
             self._final.parent.mkdir(parents=True, exist_ok=True)
             self.sweep()
-            if not self._takes_lock():
-                raise StorageError(
-                    errno.EBUSY,
-                    f"{self._final}: another save to this path is in progress; wait for it to end",
-                )
+            deadline = time.monotonic() + _CLEANUP_S
+            while not self._takes_lock():
+                if time.monotonic() > deadline:
+                    what = "another save to this path is in progress; wait for it to end"
+                    raise StorageError(errno.EBUSY, f"{self._final}: {what}")
+                time.sleep(_POLL_S)
             try:
                 self.save_id = secrets.token_hex(8)
                 os.pwrite(self._lock_fd, self.save_id.encode(), 0)
@@ -375,9 +390,8 @@ class LocalTransaction:
         try:
             with contextlib.closing(LocalFolder(str(self._saving))) as written:
                 check_files(written, files)
-            sink = self.create(MANIFEST)
-            sink.write(0, memoryview(manifest))
-            sink.close()
+            with contextlib.closing(self.create(MANIFEST)) as sink:
+                sink.write(0, memoryview(manifest))
             with storage_errors(f"committing {self._final}"):
                 for name in filter(_NOTE.fullmatch, os.listdir(self._saving)):
                     _unlink(self._saving / name)
@@ -428,12 +442,13 @@ class LocalTransaction:
             _unlink(self._lock)
         os.close(fd)
 
-    def remove(self) -> None:
-        _claims(self._final)
+    def remove(self, save_id: str) -> None:
         with storage_errors(f"removing {self._final}"):
-            if self._takes_lock():  # no save replaces it
+            if self._takes_lock():  # from here on, no save replaces it
                 try:
-                    os.rename(self._final, self._saving)
+                    _claims(self._final)
+                    if is_of(partial(LocalFolder, str(self._final)), save_id):
+                        os.rename(self._final, self._saving)
                 finally:
                     self.discard()
 

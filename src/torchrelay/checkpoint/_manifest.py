@@ -12,6 +12,7 @@ import errno
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from json.encoder import encode_basestring_ascii as quoted
 from operator import itemgetter
@@ -36,6 +37,7 @@ from torchrelay.checkpoint._types import (
 from torchrelay.errors import CorruptionError, StorageError, UnsupportedError
 
 __all__ = [
+    "MAX_DIMS",
     "MAX_MANIFEST_BYTES",
     "PARSING_ERRORS",
     "VERSION",
@@ -48,6 +50,7 @@ __all__ = [
     "from_bytes",
     "from_folder",
     "head_at",
+    "is_of",
     "parse",
     "quoted",
     "tensor_text",
@@ -59,7 +62,7 @@ _START = f'{{"format":"{FORMAT}",'.encode()
 MAX_MANIFEST_BYTES = 1 << 30
 _HEAD_BYTES = 8192  # at least as long as any first line
 _MAX_INT = (1 << 63) - 1
-_MAX_DIMS = 64
+MAX_DIMS = 64
 _MAX_BLOCK_BYTES = 1 << 30
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,254}")
 _TENSOR_FIELDS = itemgetter("dtype", "shape", "chunks")
@@ -171,6 +174,16 @@ def head_at(open_folder: Callable[[], Folder]) -> Head | None:
         return None
 
 
+def is_of(open_folder: Callable[[], Folder], save_id: str) -> bool:
+    """Return whether a folder holds the checkpoint of this id.
+
+    Raises:
+        StorageError: as :func:`head_at`.
+    """
+    head = head_at(open_folder)
+    return head is not None and head.id == save_id
+
+
 def all_bytes(folder: Folder) -> tuple[bytes, str]:
     """Return the bytes of the manifest in a folder, and its path.
 
@@ -251,8 +264,7 @@ def parse(data: bytes, where: str, what: str = "the manifest") -> Any:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) != len(pairs):
-            names = [name for name, _ in pairs]
-            twice = next(name for name in names if names.count(name) > 1)
+            ((twice, _),) = Counter(name for name, _ in pairs).most_common(1)
             raise CorruptionError(f"{where}: the key {twice!r} occurs twice")
         return found
 
@@ -341,6 +353,8 @@ class Parser:
                 dtype, shape, parts = _TENSOR_FIELDS(record)
                 if dtype not in DTYPES:
                     self.fail(f"{what} has the unknown dtype {dtype!r}")
+                if len(shape) > MAX_DIMS:
+                    self.fail(f"{what} has {len(shape)} dimensions, more than {MAX_DIMS}")
                 numbers += shape
                 chunks = [
                     self._chunk(what, DTYPES[dtype].itemsize, part, files, block_bytes, numbers)
@@ -351,8 +365,8 @@ class Parser:
                 self.fail(f"{what} lacks {error}")
             except PARSING_ERRORS as error:
                 self.fail(f"{what} is damaged ({type(error).__name__}: {error})")
-            if fault or len(shape) > _MAX_DIMS:
-                self.fail(f"{what} of shape {shape}: {fault or 'too many dimensions'}")
+            if fault:
+                self.fail(f"{what} of shape {shape}: {fault}")
             found[key] = TensorEntry(DTYPES[dtype], tuple(shape), tuple(chunks))
         if {*map(type, numbers)} - {int} or not (
             0 <= min(numbers, default=0) <= max(numbers, default=0) <= _MAX_INT
@@ -377,6 +391,8 @@ class Parser:
     ) -> Chunk:
         """Parse a chunk; add its sizes and offsets, whose types are not checked, to ``numbers``."""
         offsets, sizes, name, (start, end), text = _CHUNK_FIELDS(record)
+        if len(sizes) > MAX_DIMS:
+            self.fail(f"{what} has a chunk of {len(sizes)} dimensions, more than {MAX_DIMS}")
         checksums = binascii.a2b_base64(text)
         numbers += (*offsets, *sizes, start, end)
         if len(text) != -(-len(checksums) // 3) * 4:

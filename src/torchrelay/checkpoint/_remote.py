@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from torchrelay import _native
-from torchrelay.checkpoint._manifest import claims_of, head_at
+from torchrelay.checkpoint._manifest import claims_of, head_at, is_of
 from torchrelay.checkpoint._storage import Folder, check_files, removed_error, storage_errors
 from torchrelay.checkpoint._types import DATA_NAME, MANIFEST, NOTE_NAME, Sizes
 from torchrelay.errors import CorruptionError, StorageError, UnavailableError
@@ -175,7 +175,7 @@ class _RemoteSink:
     def __init__(self, fs: Any, path: str, where: str) -> None:
         self._where = where
         with remote_errors(f"creating {where}"):
-            self._file = fs.open(path, "wb")
+            self._file: Any = fs.open(path, "wb")
         self._done = 0
 
     def write(self, offset: int, data: memoryview) -> None:
@@ -188,6 +188,7 @@ class _RemoteSink:
     def close(self) -> None:
         with remote_errors(f"writing {self._where}"):
             self._file.close()
+        self._file = None
 
     def abort(self) -> None:
         if hasattr(self._file, "discard"):
@@ -249,8 +250,8 @@ class RemoteTransaction(_Store):
             raise StorageError(
                 errno.EBUSY, f"{self.location}: another save to this path has begun meanwhile"
             )
+        self.save_id = ""  # nothing is discarded if it is not known whether the manifest arrived
         self.put(MANIFEST, manifest)
-        self.save_id = ""
         self.delete([name for name in self.names() if _is_working(name)])
 
     def discard(self) -> None:
@@ -272,9 +273,11 @@ class RemoteTransaction(_Store):
     def read_note(self, name: str) -> bytes | None:
         return self.find(name)
 
-    def remove(self) -> None:
+    def remove(self, save_id: str) -> None:
         """Remove the manifest first, so that the rest is not a checkpoint."""
         files = claims_of(self._folder())
+        if not is_of(self._folder, save_id):
+            return
         self.put(_MARKER, _REMOVING)  # if this process is killed, another one goes on
         self.delete([MANIFEST])
         self.delete([name for name in self.names() if name in files or _is_working(name)])

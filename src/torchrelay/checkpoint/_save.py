@@ -8,8 +8,8 @@ import atexit
 import logging
 import os
 import threading
+import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +30,7 @@ from torchrelay.checkpoint._saving import (
     SaveOptions,
     Saving,
 )
-from torchrelay.checkpoint._storage import Path, text_of
+from torchrelay.checkpoint._storage import Path, storage_errors, text_of
 from torchrelay.checkpoint._tensors import address_of, data_of, plain
 from torchrelay.checkpoint._types import Sizes
 from torchrelay.checkpoint._writer_process import WriteJob
@@ -155,11 +155,15 @@ class SaveHandle:
             raise ArgumentError(
                 f"{self.path}: process {self._origin.pid} started the save; only it can wait for it"
             )
-        with self._lock:
+        begun = time.monotonic()
+        if not self._lock.acquire(timeout=-1 if timeout_s is None else max(0.0, timeout_s)):
+            return False  # another thread waits, too
+        try:
             if self._done.is_set():
                 return True
+            left_s = timeout_s and max(0.0, timeout_s - (time.monotonic() - begun))
             try:
-                received = self._helper.channel.receive(timeout_s)
+                received = self._helper.channel.receive(left_s)
             except PeerLostError:
                 self._error = PeerLostError(
                     f"{self.path}: rank {self._rank}: the writer process has died (it "
@@ -177,6 +181,8 @@ class SaveHandle:
                     self._error = from_json(failure)
             self._done.set()
             return True
+        finally:
+            self._lock.release()
 
     def _leave(self) -> None:
         """Give up waiting, as the writer process has been left."""
@@ -272,9 +278,9 @@ class _Writer:
 
     def finish_last(self) -> None:
         """Wait for the previous save, and raise its error unless its handle already has."""
-        last, self.last = self.last, None
-        if last is not None and not last._raised:
-            last.result()
+        if self.last is not None and not self.last._raised:
+            self.last.result()
+        self.last = None  # not before: until then the process reads the staging memory
 
     def start(self) -> HelperProcess:
         """Start the process, unless it runs."""
@@ -295,11 +301,13 @@ class _Writer:
             job = replace(job, plan=plan)
         if self.staging.is_new:
             job, fds = replace(job, new_staging=True), (self.staging.fd, *fds)
-        self.last = SaveHandle(job.path, job.rank, self.helper)
-        self._sent, self.staging.is_new = plan, False
-        with suppress(PeerLostError):  # it has died: the handle finds its end closed
+        handle = SaveHandle(job.path, job.rank, self.helper)
+        try:
             self.helper.channel.send(job, fds)
-        return self.last
+        except PeerLostError:
+            self.helper.kill()  # if it has not died: the handle finds its end closed
+        self.last, self._sent, self.staging.is_new = handle, plan, False
+        return handle
 
     def close(self) -> None:
         """Let the process finish its current job and end."""
@@ -400,7 +408,9 @@ def async_save(
             config.load(config.Checkpoint).commit_timeout_s,
         )
         fds = transaction.hand_over() if ranks.is_coordinator else ()
-        handle = _writer.submit(job, plan, fds)
-        for fd in fds:
-            os.close(fd)
-        return handle
+        try:
+            with storage_errors(f"starting to save {saving.path}"):
+                return _writer.submit(job, plan, fds)
+        finally:
+            for fd in fds:
+                os.close(fd)

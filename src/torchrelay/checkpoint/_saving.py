@@ -41,6 +41,7 @@ from torchrelay.checkpoint._storage import Path, Sink, split
 from torchrelay.checkpoint._tasks import memory_at, no_collection, run_tasks, usable_threads
 from torchrelay.checkpoint._types import (
     BLOCK_BYTES,
+    MAX_HEADER_BYTES,
     PADDING,
     Box,
     DataFile,
@@ -51,7 +52,7 @@ from torchrelay.checkpoint._types import (
     check_count,
     tiling_fault,
 )
-from torchrelay.errors import MismatchError, StorageError, TorchRelayError, to_json
+from torchrelay.errors import ArgumentError, MismatchError, StorageError, TorchRelayError, to_json
 
 __all__ = [
     "MAX_STAGING_BYTES",
@@ -71,6 +72,7 @@ __all__ = [
 
 _NAMES_RANK = re.compile(r"rank \d+: ")
 _ALIGNMENT = 64
+_MAX_FILE_CHUNKS = 1 << 17  # so that readers take the header of a file
 _PIECE_BYTES = 16 << 20  # of a chunk, written by one call; a multiple of BLOCK_BYTES
 # Neighbours of together less than this, at most a block, are written from a copy that is still in
 # the cache.
@@ -231,8 +233,7 @@ class Saving:
         lives, as far as can be seen.
         """
         is_marked = self.transaction.is_marked(save_id)  # asked first: removed after a commit
-        head = _manifest.head_at(partial(open_folder, self.path))
-        is_committed = head is not None and head.id == save_id
+        is_committed = _manifest.is_of(partial(open_folder, self.path), save_id)
         return None if is_marked and not is_committed else is_committed
 
     def write(
@@ -261,18 +262,21 @@ class Saving:
         writers: list[_FileWriter] = []
         try:
             with no_collection():
-                sizes = (chunk.size_bytes for chunk in chunks)
+                limit_bytes = self.transaction.max_file_bytes
+                least = limit_bytes // _MAX_FILE_CHUNKS
+                sizes = (max(chunk.size_bytes, least) for chunk in chunks)
                 pairs = zip(chunks, data, strict=True)
-                for group in grouped(pairs, sizes, self.transaction.max_file_bytes):
+                for group in grouped(pairs, sizes, limit_bytes):
                     name = f"data-{rank:05d}-{len(writers):05d}.safetensors"
                     sink = self.transaction.create(name)
                     writers.append(_FileWriter(name, sink, group, self._options.checksum, progress))
-            tasks = [writer.tasks() for writer in writers]
             if self.transaction.sequential:
-                run_tasks([partial(_run_in_order, todo) for todo in tasks], threads)
+                # Until it is closed, an upload has its last part in memory.
+                uploads = [chain(writer.tasks(), [writer.sink.close]) for writer in writers]
+                run_tasks([partial(_run_in_order, tasks) for tasks in uploads], threads)
             else:
-                run_tasks([*chain.from_iterable(tasks)], threads)
-            run_tasks([writer.sink.close for writer in writers], threads)
+                run_tasks([task for writer in writers for task in writer.tasks()], threads)
+                run_tasks([writer.sink.close for writer in writers], threads)
         except BaseException:
             for writer in writers:
                 writer.sink.abort()
@@ -286,7 +290,7 @@ class Saving:
         Arguments as for :func:`assemble`.
 
         Raises:
-            MismatchError: the parts do not make whole tensors.
+            ArgumentError, MismatchError: as for :func:`assemble`.
             StorageError: it cannot be committed, or an older one not removed.
         """
         head = Head(time.time_ns(), self.transaction.save_id, split(self.path)[1])
@@ -307,6 +311,8 @@ def assemble(
         head: what the first line of the manifest says.
 
     Raises:
+        ArgumentError: no reader would take it: a tensor has too many dimensions, or a header or the
+            manifest is too long.
         MismatchError: the parts do not make whole tensors.
     """
     chunks: dict[str, dict[Box, str]] = defaultdict(dict)
@@ -326,6 +332,11 @@ def assemble(
         paths.update(description.layout.paths)
         for key, (dtype, shape, *_) in description.layout.tensors.items():
             if key not in tensors:
+                if len(shape) > _manifest.MAX_DIMS:
+                    raise ArgumentError(
+                        f"{key}: a checkpoint holds tensors of at most {_manifest.MAX_DIMS} "
+                        f"dimensions, and this one has {len(shape)}; reshape it"
+                    )
                 found = sorted(chunks[key].items())
                 fault = tiling_fault(shape, [box for box, _ in found])
                 if fault:
@@ -342,6 +353,16 @@ def assemble(
         objects=objects,
         paths=paths,
     )
+    header_bytes = max((file.header_bytes for file in files.values()), default=0)
+    for what, size_bytes, limit_bytes in (
+        ("the manifest", len(data), _manifest.MAX_MANIFEST_BYTES),
+        ("the header of a data file", header_bytes, MAX_HEADER_BYTES),
+    ):
+        if size_bytes > limit_bytes:
+            raise ArgumentError(
+                f"{head.name}: {what} would have {size_bytes} bytes, more than the {limit_bytes} "
+                "that readers take; save fewer tensors and values, or shorten their keys"
+            )
     return data, {name: file.size_bytes for name, file in files.items()}
 
 

@@ -34,6 +34,7 @@ _ADVICE = {
     errno.EDQUOT: "; the quota is used up",
     errno.EROFS: "; the file system is read-only",
     errno.EACCES: "; check its owner and mode",
+    errno.EMFILE: "; raise the limit of open files (ulimit -n)",
 }
 
 
@@ -164,9 +165,10 @@ class Transaction(Protocol):
     def discard(self) -> None:
         """Remove what was written. Coordinator only; does nothing after :meth:`commit`."""
 
-    def remove(self) -> None:
-        """Remove the checkpoint at the path, instead of a save to it. Others see it whole or not at
-        all. Files of others in it stay.
+    def remove(self, save_id: str) -> None:
+        """Remove the checkpoint at the path, instead of a save to it, if it is still the one of
+        this id and nobody else is at it. Others see it whole or not at all. Files of others in it
+        stay.
 
         Raises:
             CorruptionError, UnsupportedError: it is not a checkpoint of ours.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import importlib.util
 import os
+import pickle
 import shutil
 import threading
 from pathlib import Path
@@ -22,8 +23,10 @@ from torchrelay import errors
 from torchrelay.checkpoint import Reader, Writer, latest, load, save, verify
 from torchrelay.checkpoint._catalog import open_transaction
 from torchrelay.checkpoint._local import LocalTransaction
+from torchrelay.checkpoint._manifest import Parser, parse
 from torchrelay.checkpoint._saving import described
 from torchrelay.checkpoint._tools import read_state
+from torchrelay.checkpoint._types import DataFile
 from torchrelay.deferred import deferred_init, is_deferred
 from torchrelay.errors import (
     ArgumentError,
@@ -184,6 +187,17 @@ def test_two_writers_on_one_path(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["x"]
 
 
+def test_a_lock_that_is_held_for_a_moment_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by the clean-up of a save beside it."""
+    other = open_transaction(tmp_path / "x", fsync=False)
+    other.begin()
+    monkeypatch.setattr("torchrelay.checkpoint._local.time.sleep", lambda _: other.discard())
+    save({"a": 1}, tmp_path / "x", fsync=False)
+    assert os.listdir(tmp_path) == ["x"]
+
+
 def test_many_writers_on_one_path_leave_one_checkpoint(tmp_path: Path) -> None:
     """Savers in threads: each commits or is refused, and what is there is whole at every moment."""
     committed: list[int] = []
@@ -243,6 +257,24 @@ def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     state = {"t": torch.zeros(1000)}
     load(state, latest(tmp_path))
     assert bool(state["t"].all())
+
+
+def test_a_manifest_that_cannot_be_written_leaves_no_file_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real_write = os.pwrite
+
+    def full(fd: int, data: memoryview, offset: int) -> int:
+        if bytes(data[:2]) == b'{"':
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real_write(fd, data, offset)
+
+    opened = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr("torchrelay.checkpoint._local.os.pwrite", full)
+    with pytest.raises(StorageError, match=r"manifest.json at byte 0: No space.*free some space"):
+        save({"t": torch.zeros(10)}, tmp_path / "step")
+    assert len(os.listdir("/proc/self/fd")) == opened
+    assert not os.listdir(tmp_path)
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,6 +348,35 @@ def test_a_fifo_does_not_hang(tmp_path: Path, name: str) -> None:
     if name == "manifest.json":
         with pytest.raises(StorageError, match="no committed checkpoint"):
             latest(tmp_path)
+
+
+def test_dimensions_without_end_are_refused_at_once() -> None:
+    chunk = {"offsets": [0] * 2000, "sizes": [1] * 2000, "file": "f", "bytes": [0, 4], "crc32c": ""}
+    for shape in ([1] * 2000, [1]):
+        record = {"dtype": "float32", "shape": shape, "chunks": [chunk, chunk]}
+        with pytest.raises(CorruptionError, match=r"'w' has .*2000 dimensions, more than 64"):
+            Parser("x").tensors({"w": record}, {"f": DataFile(8, 0, 0)}, 1)
+
+
+def test_a_key_that_occurs_twice_among_many_is_found() -> None:
+    keys = [f'"{i}":0' for i in range(300_000)]
+    with pytest.raises(CorruptionError, match="the key '299999' occurs twice"):
+        parse(f"{{{','.join([*keys, keys[-1]])}}}".encode(), "x")
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_value_outside_the_folder_of_dcp_is_not_read(tmp_path: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    dcp.save({"value": "theirs"}, checkpoint_id=tmp_path / "x")
+    metadata = dcp.FileSystemReader(tmp_path / "x").read_metadata()
+    (info,) = metadata.storage_data.values()
+    (tmp_path / "x" / info.relative_path).rename(tmp_path / "outside")
+    for place in (str(tmp_path / "outside"), "../outside"):
+        info.relative_path = place
+        (tmp_path / "x" / ".metadata").write_bytes(pickle.dumps(metadata))
+        with pytest.raises(CorruptionError, match=f"'{place}' is not a file inside"):
+            load({"value": None}, tmp_path / "x")
 
 
 def test_an_error_names_its_rank_once() -> None:

@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from torchrelay.checkpoint import Keep, Writer, async_save, latest, load, save, verify
-from torchrelay.checkpoint._catalog import open_transaction
+from torchrelay.checkpoint._catalog import open_transaction, retain
+from torchrelay.checkpoint._local import LocalTransaction
 from torchrelay.checkpoint._read import ChunkReader
 from torchrelay.checkpoint._save import _writer as writer_state
 from torchrelay.errors import ArgumentError, StorageError
@@ -215,6 +216,29 @@ def test_a_checkpoint_that_a_link_points_to_is_kept(tmp_path: Path) -> None:
     assert latest(tmp_path) == str(tmp_path / "step-4")
 
 
+@pytest.mark.parametrize("name", ["step-0", "step-1"])
+def test_retention_removes_only_what_it_has_judged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Another saver of the series removes one meanwhile, or saves another one under its name."""
+    _saved(tmp_path, "step-0", "step-1", "step-2")
+    takes_lock = LocalTransaction._takes_lock
+
+    def taken(self: LocalTransaction) -> bool:
+        monkeypatch.undo()
+        if name == "step-1":  # which is removed first
+            shutil.rmtree(tmp_path / name)
+        else:
+            save(_state(7), tmp_path / name, fsync=False)
+        return takes_lock(self)
+
+    monkeypatch.setattr(LocalTransaction, "_takes_lock", taken)
+    retain(tmp_path / "step-2", Keep(1))
+    left = ["step-2"] if name == "step-1" else ["step-0", "step-2"]
+    assert sorted(os.listdir(tmp_path)) == left
+    assert all(verify(tmp_path / one) for one in left)
+
+
 def test_a_torn_checkpoint_is_neither_counted_nor_removed(tmp_path: Path) -> None:
     _saved(tmp_path, "step-1", "step-2", "step-3")
     manifest = tmp_path / "step-3" / "manifest.json"
@@ -236,7 +260,7 @@ def test_a_checkpoint_that_is_removed_while_it_is_read(
 
         def check(self: ChunkReader, names: Iterable[str]) -> None:
             monkeypatch.undo()
-            open_transaction(path).remove()
+            open_transaction(path).remove(self.manifest.id)
             check_files(self, names)
 
         monkeypatch.setattr(ChunkReader, "check_files", check)

@@ -4,11 +4,13 @@ checkpoint.
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from torchrelay.checkpoint import async_save, latest, load, save, verify
+from torchrelay._helper import Channel
+from torchrelay.checkpoint import Keep, async_save, latest, load, save, verify
 from torchrelay.checkpoint._save import _writer
 from torchrelay.errors import ArgumentError, OperationTimeoutError, PeerLostError, StorageError
 from torchrelay.world import World
@@ -158,6 +161,75 @@ def test_a_save_whose_writer_was_left_is_not_reported_as_committed(tmp_path: Pat
         with pytest.raises(PeerLostError, match="was left before it reported"):
             handle.result()
     assert _loaded(latest(tmp_path)) == 0.0  # the writer has finished it all the same
+
+
+def _stopped_writer() -> int:
+    assert _writer.helper is not None
+    os.kill(_writer.helper.pid, signal.SIGSTOP)
+    return _writer.helper.pid
+
+
+def test_what_is_staged_stays_after_a_wait_that_was_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = {"w": torch.zeros(1000), "t": torch.zeros(4, 3)}
+    async_save(state, tmp_path / "step-0").result(60)
+    pid = _stopped_writer()
+    async_save(state, tmp_path / "step-1")
+
+    def interrupted(self: Channel, timeout_s: float | None) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Channel, "receive", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            async_save(state, tmp_path / "step-2")
+    threading.Timer(0.5, os.kill, (pid, signal.SIGCONT)).start()
+    state["w"].fill_(1)
+    async_save(state, tmp_path / "step-3").result(60)
+    assert [_loaded(tmp_path / f"step-{step}") for step in (1, 3)] == [0.0, 1.0]
+
+
+def test_a_job_that_cannot_be_sent_does_not_block_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = {"w": torch.zeros(1000), "t": torch.zeros(4, 3)}
+
+    def full(*args: Any) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Channel, "send", full)
+        with pytest.raises(StorageError, match=r"starting to save .*step-0: .*ulimit -n"):
+            async_save(state, tmp_path / "step-0")
+    names = {"best": 0}.keys()  # which cannot be pickled
+    async_save(state, tmp_path / "step-0", keep=Keep(names=names)).result(60)
+    assert os.listdir(tmp_path) == ["step-0"] and _loaded(tmp_path / "step-0") == 0.0
+
+
+def test_a_thread_that_waits_does_not_hold_up_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = {"w": torch.zeros(1000), "t": torch.zeros(4, 3)}
+    async_save(state, tmp_path / "step-0").result(60)
+    pid = _stopped_writer()
+    handle = async_save(state, tmp_path / "step-1")
+    waits, receive = threading.Event(), Channel.receive
+
+    def received(self: Channel, timeout_s: float | None = None) -> Any:
+        waits.set()
+        return receive(self, timeout_s)
+
+    monkeypatch.setattr(Channel, "receive", received)
+    waiting = threading.Thread(target=handle.result)
+    waiting.start()
+    waits.wait()
+    assert not handle.done()
+    with pytest.raises(OperationTimeoutError):
+        handle.result(0.05)
+    os.kill(pid, signal.SIGCONT)
+    waiting.join()
+    assert handle.done()
 
 
 def test_the_writer_process_imports_no_torch() -> None:

@@ -210,6 +210,26 @@ def test_options_of_dcps_state_dicts(tmp_path: Path, world: World) -> None:
             assert torch.equal(one, two), name
 
 
+@pytest.mark.processes(2)
+def test_a_plan_is_for_the_ranks_that_agreed_on_it(tmp_path: Path, world: World) -> None:
+    """What one rank alone adds is saved, and what it alone drops is written by the other."""
+    from torchrelay.checkpoint import async_save, load, save
+    from torchrelay.checkpoint._save import _writer
+
+    _start(world)
+    state = {f"w{i}": torch.full((10,), float(i)) for i in range(4)}
+    changed = {**state, "extra": torch.ones(3)}
+    del changed["w1"]
+    for write in (save, lambda *args: async_save(*args).result(60)):
+        name = tmp_path / getattr(write, "__name__", "")
+        write(state, f"{name}-0")
+        write(changed if world.rank == 1 else state, f"{name}-1")
+        found = {key: torch.zeros_like(value) for key, value in {**changed, **state}.items()}
+        load(found, f"{name}-1")
+        assert all(torch.equal(found[key], {**changed, **state}[key]) for key in found)
+    _writer.close()
+
+
 def _die_while_saving(world: World, folder: str) -> str:
     from torchrelay.checkpoint import save
 

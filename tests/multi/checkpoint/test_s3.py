@@ -13,6 +13,7 @@ import torch
 
 from torchrelay.checkpoint import async_save, latest, load, save, verify
 from torchrelay.checkpoint._catalog import open_transaction
+from torchrelay.checkpoint._remote import RemoteTransaction, _RemoteSink
 from torchrelay.checkpoint._save import _writer
 from torchrelay.checkpoint._saving import SaveOptions, Saving
 from torchrelay.errors import CorruptionError, StorageError
@@ -203,6 +204,67 @@ def test_a_removal_that_is_interrupted_is_finished_by_the_next_one(
     assert [name for name in _contents(store) if "/step-1/" in name]
     save(small, f"{store}/step-3", keep=1)
     assert {name.split("/")[1] for name in _contents(store)} == {"step-3"}
+
+
+def test_a_manifest_that_arrives_without_an_answer(
+    store: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not known whether the checkpoint is committed, so its data stay."""
+    fs = fsspec.core.url_to_fs(store)[0]
+    put = fs.pipe_file
+
+    def unanswered(path: str, content: bytes) -> None:
+        put(path, content)
+        if path.endswith("manifest.json"):
+            raise OSError("no answer")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(fs, "pipe_file", unanswered)
+        with pytest.raises(StorageError, match="no answer"):
+            save({"w": torch.ones(5)}, f"{store}/step-1")
+    assert verify(f"{store}/step-1")
+    save({"w": torch.ones(5)}, f"{store}/step-2", keep=1)
+    assert {name.split("/")[1] for name in _contents(store)} == {"step-2"}
+
+
+def test_an_upload_ends_before_the_next_one_begins(
+    store: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[str, str]] = []
+
+    def logged(name: str) -> None:
+        call = getattr(_RemoteSink, name)
+
+        def logging(self: Any, *args: Any) -> None:
+            if (self._where, name) not in calls[-1:]:
+                calls.append((self._where, name))
+            call(self, *args)
+
+        monkeypatch.setattr(_RemoteSink, name, logging)
+
+    logged("write")
+    logged("close")
+    monkeypatch.setattr(RemoteTransaction, "max_file_bytes", 400)
+    save({f"w{i}": torch.full((100,), float(i)) for i in range(3)}, f"{store}/step-1", threads=1)
+    assert verify(f"{store}/step-1")
+    assert [name for _, name in calls] == ["write", "close"] * 3
+
+    # One that has ended is not given up when another fails.
+    calls.clear()
+
+    def full(self: Any, offset: int, data: memoryview) -> None:
+        raise StorageError("the store is full")
+
+    logged("abort")
+    write = _RemoteSink.write
+    monkeypatch.setattr(
+        _RemoteSink,
+        "write",
+        lambda self, *args: (full if "00001.safe" in self._where else write)(self, *args),
+    )
+    with pytest.raises(StorageError, match="the store is full"):
+        save({f"w{i}": torch.ones(100) for i in range(2)}, f"{store}/step-2", threads=1)
+    assert {name.split("/")[1] for name in _contents(store)} == {"step-1"}
 
 
 def _save_often(world: World, url: str, saves: int) -> None:

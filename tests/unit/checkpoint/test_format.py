@@ -9,6 +9,7 @@ import math
 import os
 import pickle
 import random
+import resource
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -201,6 +202,52 @@ def test_a_slice_reads_its_own_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert sum(read) == 4 * 1000 * 4
 
 
+@pytest.mark.parametrize(
+    ("name", "limit_bytes"),
+    [("_manifest.MAX_MANIFEST_BYTES", 1000), ("_saving.MAX_HEADER_BYTES", 2000)],
+)
+def test_what_no_reader_would_take_is_not_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, limit_bytes: int
+) -> None:
+    monkeypatch.setattr(f"torchrelay.checkpoint.{name}", limit_bytes, raising=False)
+    with pytest.raises(ArgumentError, match=f"more than the {limit_bytes} that readers take"):
+        save({f"w{i}": torch.ones(1) for i in range(100)}, tmp_path / "x")
+    with pytest.raises(ArgumentError, match=r"^w: .*at most 64 dimensions, and this one has 65"):
+        save({"w": torch.ones((1,) * 65)}, tmp_path / "x")
+    assert not os.listdir(tmp_path)
+
+
+def test_a_file_has_so_many_chunks_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchrelay.checkpoint._saving._MAX_FILE_CHUNKS", 30, raising=False)
+    state = {f"w{i}": torch.full((2,), float(i)) for i in range(100)}
+    save(state, tmp_path / "x", fsync=False)
+    assert len(os.listdir(tmp_path / "x")) == 4 + 1
+    found = {key: torch.zeros(2) for key in state}
+    load(found, tmp_path / "x")
+    assert all(torch.equal(found[key], state[key]) for key in state)
+
+
+def test_more_files_than_a_process_may_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torchrelay.checkpoint._local._MAX_OPEN_FILES", 5, raising=False)
+    opened = [int(name) for name in os.listdir("/proc/self/fd")]
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = max(opened) + 50
+    state = {f"w{i}": torch.full((2,), float(i)) for i in range(limit)}
+    for key, value in state.items():
+        safetensors.torch.save_file({key: value}, tmp_path / f"data-{key}.safetensors")
+    found = {key: torch.zeros(2) for key in state}
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    try:
+        verify(tmp_path)
+        load(found, tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert all(torch.equal(found[key], state[key]) for key in state)
+    assert len(os.listdir("/proc/self/fd")) == len(opened)
+
+
 def test_safetensors_files_of_others_are_read(tmp_path: Path) -> None:
     tensors = {"a": torch.randn(4, 4), "b": torch.ones(3, dtype=torch.bfloat16)}
     (tmp_path / "sharded").mkdir()
@@ -267,6 +314,25 @@ def test_tied_tensors_are_stored_once_and_stay_tied(tmp_path: Path) -> None:
         model[0].weight.zero_()
     load(model, tmp_path / "x")
     assert torch.equal(model[1].weight, expected) and model[1].weight is model[0].weight
+
+
+def test_tied_tensors_that_differ_in_the_checkpoint_have_the_last_value(tmp_path: Path) -> None:
+    """As ``load_state_dict()`` leaves them, in whatever order they lie in the files."""
+    save({"0.weight": torch.zeros(300, 300), "1.weight": torch.ones(300, 300)}, tmp_path / "x")
+    tied = torch.empty(300, 300)
+    for first, second, value in (("0", "1", 1.0), ("1", "0", 0.0)):
+        state = {f"{first}.weight": tied, f"{second}.weight": tied.detach()}
+        assert load(state, tmp_path / "x", threads=1) == ([], [])
+        assert torch.equal(tied, torch.full((300, 300), value))
+
+    def made() -> Any:
+        model: Any = torch.nn.Sequential(*(torch.nn.Linear(300, 300, bias=False) for _ in "ab"))
+        model[0].weight = model[1].weight
+        return model
+
+    model = deferred_init(made)
+    assert load(model, tmp_path / "x") == ([], [])
+    assert model[0].weight is model[1].weight and bool((model[1].weight == 1).all())
 
 
 def test_a_module_and_its_optimizer(tmp_path: Path) -> None:
