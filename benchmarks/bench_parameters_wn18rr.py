@@ -164,8 +164,8 @@ value and its gradient. Most keys are used once per stay: with intents they are 
 the same 1,600 bytes as serving them, and a record for the announcement. So intents save waiting but
 no bytes. Without intents, a step waits for every eighth key, which costs little here, where the
 network is this machine's own memory and the time of an epoch is processor time; with intents, the
-channels use about a tenth of it. The negatives mostly come from the same half of the entities
-either way."""
+channels use more of it than the waiting costs. The negatives mostly come from the same half of the
+entities either way."""
 
 
 if __name__ == "__main__":

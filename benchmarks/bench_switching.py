@@ -389,16 +389,16 @@ def kept(before: str, heading: str) -> list[str]:
 
 REQUESTS = """## A request that follows one to another model
 
-p50 / p99 in ms. *ready*: the module in this process, no switch; the floor. *resident*: the model is
-in the arena. *cold*: it is copied there first. *restart*: a new process imports torch, builds the
-model and loads its weights, once. *overhead*: a resident request's time less its forward pass in
-the worker, p50 / p99. *copies*: the rate of a cold request's copies, while the worker computes, and
-of one plain copy of 64 MiB. *times faster*: restart over resident, over cold, and without the
+p50 / p99 in ms. *ready*: the module in this process, no switch. *resident*: the model is in the
+arena. *cold*: it is copied there first. *restart*: a new process imports torch, builds the model
+and loads its weights, once. *overhead*: a resident request's time less its forward pass in the
+worker, p50 / p99. *copies*: the rate of a cold request's copies, while the worker computes, and of
+one plain copy of 64 MiB. *times faster*: restart over resident, over cold, and without the
 forward pass: restart less ready over overhead.
 
 Over whole requests, a restart is tens of times slower: most of a request on this processor is the
-forward pass, which is the same in both. Without it, a restart is about a thousand times slower.
-qwen2 answers with 19 MB of logits, and copying them is most of its overhead."""
+forward pass, which is the same in both. Without it, a restart is hundreds of times slower. The
+overhead of qwen2 includes a copy of 19 MB of logits."""
 
 LINKS = """## Cold switches over an emulated link (figure 7)
 
