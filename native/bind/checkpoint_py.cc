@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "convert.h"
 #include "register.h"
 #include "torchrelay/checkpoint/crc32c.h"
 
@@ -18,23 +19,6 @@ using namespace nb::literals;
 
 namespace torchrelay {
 namespace {
-
-// A contiguous view of a Python object's memory, for as long as it lives.
-class View {
- public:
-  explicit View(nb::handle object) {
-    if (PyObject_GetBuffer(object.ptr(), &buffer_, PyBUF_SIMPLE) != 0) throw nb::python_error();
-  }
-  ~View() { PyBuffer_Release(&buffer_); }
-  View(const View&) = delete;
-  View& operator=(const View&) = delete;
-
-  const unsigned char* data() const { return static_cast<const unsigned char*>(buffer_.buf); }
-  std::size_t size() const { return static_cast<std::size_t>(buffer_.len); }
-
- private:
-  Py_buffer buffer_{};
-};
 
 std::uint32_t checksum(nb::handle data, std::uint32_t crc) {
   const View view(data);

@@ -1,4 +1,5 @@
-// What the bindings share: durations, addresses, Ctrl-C, enums, and Python objects held by native threads.
+// What the bindings share: durations, addresses, buffers, Ctrl-C, enums, and Python objects held by native
+// threads.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -48,6 +49,23 @@ std::shared_ptr<Object> hold(Object object) {
     delete held;
   });
 }
+
+// A contiguous view of a Python object's memory, for as long as it lives.
+class View {
+ public:
+  explicit View(nanobind::handle object) {
+    if (PyObject_GetBuffer(object.ptr(), &buffer_, PyBUF_SIMPLE) != 0) throw nanobind::python_error();
+  }
+  ~View() { PyBuffer_Release(&buffer_); }
+  View(const View&) = delete;
+  View& operator=(const View&) = delete;
+
+  const unsigned char* data() const { return static_cast<const unsigned char*>(buffer_.buf); }
+  std::size_t size() const { return static_cast<std::size_t>(buffer_.len); }
+
+ private:
+  Py_buffer buffer_{};
+};
 
 // An enum whose values are 0, 1, ...: `names` are theirs, in order.
 template <class Enum, std::size_t count>

@@ -62,13 +62,10 @@ class PythonEndpoint {
 
   // `contents` follow `data`; a buffer of Python.
   void send(std::uint32_t peer, const nb::bytes& data, nb::handle contents) {
-    Py_buffer view;
-    if (PyObject_GetBuffer(contents.ptr(), &view, PyBUF_SIMPLE) != 0) throw nb::python_error();
-    const auto size_bytes = static_cast<std::size_t>(view.len);
-    Message message = Message::allocate(data.size() + size_bytes);
+    const View view(contents);
+    Message message = Message::allocate(data.size() + view.size());
     if (data.size() != 0) std::memcpy(message.data(), data.c_str(), data.size());
-    if (size_bytes != 0) std::memcpy(message.data() + data.size(), view.buf, size_bytes);
-    PyBuffer_Release(&view);
+    if (view.size() != 0) std::memcpy(message.data() + data.size(), view.data(), view.size());
     const nb::gil_scoped_release released;
     const std::lock_guard lock(mutex_);
     endpoint_->send(peer, std::move(message));

@@ -30,8 +30,6 @@ using transport::Messenger;
 using transport::MessengerOptions;
 using Addresses = std::vector<std::pair<std::string, std::uint16_t>>;
 
-constexpr std::chrono::hours kForever{24 * 365};
-
 // One rank's part in a group of several hosts. In a forked child, closing does nothing.
 class HostCommunicator {
  public:
@@ -45,8 +43,9 @@ class HostCommunicator {
     const std::weak_ptr<nb::callable> weak = report_;  // it may hold what holds us
     messenger_ = make_process_owned<Messenger>(
         std::move(options), std::move(listener),
-        [this](Block block, int source, std::int32_t tag, std::uint8_t code) {
-          return local_->mailboxes().receive(block, index_here(source), tag, code, kForever);
+        [this](Block block, int source, std::int32_t tag, std::uint8_t code,
+               std::chrono::nanoseconds timeout) {
+          return local_->mailboxes().receive(block, index_here(source), tag, code, timeout, true);
         },
         [weak](const Error& error) {
           const auto report = weak.lock();

@@ -78,13 +78,14 @@ std::shared_ptr<Transfer> Mailboxes::send(Block data, int to, std::int32_t tag, 
 }
 
 std::shared_ptr<Transfer> Mailboxes::receive(Block data, int from, std::int32_t tag, std::uint8_t code,
-                                             std::chrono::nanoseconds timeout) {
+                                             std::chrono::nanoseconds timeout, bool has_begun) {
   Operation operation;
   operation.name = "recv";
   if (from != kAnyRank) group_.require_rank(operation.name, from);
   require_tag(operation.name, tag);
   group_.throw_if_broken(operation);
   auto transfer = std::make_shared<Transfer>(data, from, tag, code, timeout);
+  transfer->begun_ = has_begun;
   std::vector<Ended> ended;
   {
     const std::lock_guard guard(lock_);
@@ -108,46 +109,57 @@ void Mailboxes::drive(const std::shared_ptr<Transfer>& transfer) {
 
 bool Mailboxes::wait(Transfer& transfer, std::chrono::nanoseconds timeout, Patience patience,
                      const std::function<void()>& poll) {
-  const auto end = Clock::now() + timeout;
-  {
-    const std::lock_guard guard(lock_);
-    ++waiters_;
-  }
-  bool in_time = true;
+  auto looked = Clock::now();
+  const auto end = looked + timeout;
   std::exception_ptr stop;
-  while (!transfer.ticket().done() && in_time && !stop) {
-    const std::uint32_t seen = group_.mail();
-    std::unique_lock guard(lock_);
-    if (step(guard) || transfer.ticket().done()) continue;
+  std::unique_lock guard(lock_);
+  ++waiters_;
+  while (!transfer.ticket().done() && !stop) {
+    if (!turn(guard, &transfer, patience, looked)) continue;
     guard.unlock();
-    group_.await_mail(seen, patience);
-    if (group_.mail() != seen) continue;
-    try {
-      look_after_peers({});
-    } catch (...) {
-      fail_all(std::current_exception());
-    }
     try {
       if (poll) poll();
     } catch (...) {
       stop = std::current_exception();
     }
-    in_time = Clock::now() < end;
+    guard.lock();
+    if (looked >= end) break;
   }
-  {
-    const std::lock_guard guard(lock_);
-    --waiters_;
-    changed_.notify_all();
-  }
+  --waiters_;
+  changed_.notify_all();
+  guard.unlock();
   if (stop) std::rethrow_exception(stop);
   return transfer.ticket().done() && transfer.ticket().wait(std::chrono::nanoseconds(0), {});
+}
+
+// Moves what can be moved, else waits for mail. True: it has looked after the peers, which it does every
+// slice of time.
+bool Mailboxes::turn(std::unique_lock<std::mutex>& guard, Transfer* awaited, Patience patience,
+                     Clock::time_point& looked) {
+  const std::uint32_t seen = group_.mail();
+  bool moved = step(guard) || (awaited != nullptr && awaited->ticket().done());
+  if (!moved) {
+    guard.unlock();
+    group_.await_mail(seen, patience);
+    guard.lock();
+    moved = group_.mail() != seen;
+  }
+  if (moved && Clock::now() - looked < SharedGroup::kSlice) return false;
+  looked = Clock::now();
+  guard.unlock();
+  look_after_peers();
+  guard.lock();
+  return true;
 }
 
 // Moves what can be moved now. Tickets end after the lock is released, because what follows them may call us.
 bool Mailboxes::step(std::unique_lock<std::mutex>& guard) {
   std::vector<Ended> ended;
-  bool moved = push(ended);
-  for (int from = 0; from < group_.size(); ++from) moved |= pull(from, ended);
+  bool moved = false;
+  if (!failed_) {
+    moved = push(ended);
+    for (int from = 0; from < group_.size(); ++from) moved |= pull(from, ended);
+  }
   expire(ended);
   if (ended.empty()) return moved;
   guard.unlock();
@@ -206,8 +218,10 @@ bool Mailboxes::pull(int from, std::vector<Ended>& ended) {
     const std::uint64_t at = in.read.load(std::memory_order_relaxed);
     const auto there = static_cast<std::size_t>(in.written.load(std::memory_order_acquire) - at);
     const auto size = std::min<std::size_t>({there, part, inbox.frame.size_bytes - inbox.got});
-    std::byte* to = inbox.target ? inbox.target->data_.data : inbox.scratch.data();
-    in.take(capacity, at, to + inbox.got, size);
+    if (inbox.target || inbox.frame.tag >= 0) {
+      std::byte* to = inbox.target ? inbox.target->data_.data : inbox.scratch.data();
+      in.take(capacity, at, to + inbox.got, size);
+    }
     in.read.store(at + size, std::memory_order_release);
     if (at + size - announced >= part) {
       group_.notify(from);
@@ -232,18 +246,30 @@ bool Mailboxes::open_frame(int from, std::vector<Ended>& ended) {
   if (in.written.load(std::memory_order_acquire) - at < sizeof(Frame) || !wanted(from)) return false;
   Inbox& inbox = inboxes_[static_cast<std::size_t>(from)];
   in.take(capacity, at, reinterpret_cast<std::byte*>(&inbox.frame), sizeof(Frame));
-  in.read.store(at + sizeof(Frame), std::memory_order_release);
-  inbox.open = true;
-  inbox.got = 0;
   inbox.target = claim(from, inbox.frame.tag);
   if (inbox.target) {
     if (auto error = mismatch_of(*inbox.target, from, inbox.frame)) {
       ended.push_back({inbox.target, error});
       inbox.target = nullptr;
-      inbox.frame.tag = -1;  // what was kept in `scratch` is thrown away at the end
+      inbox.frame.tag = -1;
+    }
+  } else {
+    try {
+      inbox.scratch.resize(inbox.frame.size_bytes);
+    } catch (const std::exception&) {  // look_after_peers() sees it
+      group_.report(Code::kUnavailable,
+                    "rank " + std::to_string(group_.name_of(group_.rank())) + " has no memory for " +
+                        std::to_string(inbox.frame.size_bytes) + " bytes from rank " +
+                        std::to_string(group_.name_of(from)) + ", tag " + std::to_string(inbox.frame.tag) +
+                        ", that arrived before a message that it waits for; receive them in the order in "
+                        "which they are sent",
+                    {});
+      return false;
     }
   }
-  if (!inbox.target) inbox.scratch.resize(inbox.frame.size_bytes);
+  in.read.store(at + sizeof(Frame), std::memory_order_release);
+  inbox.open = true;
+  inbox.got = 0;
   return true;
 }
 
@@ -269,6 +295,14 @@ void Mailboxes::close_frame(int from, std::vector<Ended>& ended) {
 bool Mailboxes::wanted(int from) const {
   return std::any_of(incoming_.begin(), incoming_.end(),
                      [&](const auto& transfer) { return transfer->peer_ < 0 || transfer->peer_ == from; });
+}
+
+// Whether the next step() gets something from a rank.
+bool Mailboxes::has_unread(int from) {
+  const std::lock_guard guard(lock_);
+  Ring& in = ring(from, group_.rank());
+  return in.written.load(std::memory_order_acquire) != in.read.load(std::memory_order_relaxed) &&
+         (inboxes_[static_cast<std::size_t>(from)].open || wanted(from));
 }
 
 std::shared_ptr<Transfer> Mailboxes::claim(int from, std::int32_t tag) {
@@ -324,10 +358,10 @@ void Mailboxes::expire(std::vector<Ended>& ended) {
     std::erase_if(queue, [&](const auto& transfer) { return is_late(transfer, "send to "); });
 }
 
-void Mailboxes::look_after_peers(const std::function<void()>& poll) {
+// Fails everything in progress if a peer that it needs is lost, or a message is late.
+void Mailboxes::look_after_peers() try {
   Operation operation;
   operation.name = "send/recv";
-  operation.poll = poll;
   std::vector<bool> peers(static_cast<std::size_t>(group_.size()));
   int stuck = -1;
   {
@@ -344,6 +378,7 @@ void Mailboxes::look_after_peers(const std::function<void()>& poll) {
     for (const auto& transfer : incoming_) {
       if (transfer->peer_ >= 0) peers[static_cast<std::size_t>(transfer->peer_)] = true;
       any |= transfer->peer_ < 0;
+      if (transfer->begun_ && now >= transfer->end_) stuck = transfer->peer_;
     }
     for (std::size_t r = 0; r < peers.size(); ++r)
       peers[r] = peers[r] || !outgoing_[r].empty() || inboxes_[r].open ||
@@ -353,10 +388,14 @@ void Mailboxes::look_after_peers(const std::function<void()>& poll) {
     group_.fail(Code::kTimeout,
                 "rank " + std::to_string(group_.name_of(group_.rank())) + ": a message to or from rank " +
                     std::to_string(group_.name_of(stuck)) +
-                    " stopped half way and did not go on within the timeout",
+                    " has begun and is not complete after its timeout; is that rank stuck or slow? A longer "
+                    "timeout can be given to init_process_group",
                 stuck);
   for (int r = 0; r < group_.size(); ++r)
-    if (r != group_.rank() && peers[static_cast<std::size_t>(r)]) group_.look_after(operation, r);
+    if (r != group_.rank() && peers[static_cast<std::size_t>(r)])
+      group_.look_after(operation, r, [&] { return has_unread(r); });
+} catch (...) {
+  fail_all(std::current_exception());
 }
 
 void Mailboxes::fail_all(std::exception_ptr error) {
@@ -369,10 +408,11 @@ void Mailboxes::fail_all(std::exception_ptr error) {
       all.insert(all.end(), queue.begin(), queue.end());
       queue.clear();
     }
-    for (auto& inbox : inboxes_)
-      if (inbox.target) all.push_back(std::exchange(inbox.target, nullptr));
-    for (auto& inbox : inboxes_)
-      if (inbox.open) inbox.scratch.resize(inbox.frame.size_bytes);
+    for (auto& inbox : inboxes_) {
+      if (inbox.target) all.push_back(std::move(inbox.target));
+      inbox = {};
+    }
+    failed_ = true;
   }
   for (auto& transfer : all) transfer->ticket().finish(error);
 }
@@ -380,26 +420,15 @@ void Mailboxes::fail_all(std::exception_ptr error) {
 bool Mailboxes::busy() const {
   return !incoming_.empty() ||
          std::any_of(outgoing_.begin(), outgoing_.end(), [](const auto& queue) { return !queue.empty(); }) ||
-         std::any_of(inboxes_.begin(), inboxes_.end(),
-                     [](const auto& inbox) { return inbox.target != nullptr; });
+         std::any_of(inboxes_.begin(), inboxes_.end(), [](const auto& inbox) { return inbox.open; });
 }
 
 void Mailboxes::loop() {
+  auto looked = Clock::now();
   std::unique_lock guard(lock_);
   while (!stopping_) {
     changed_.wait(guard, [this] { return stopping_ || (busy() && waiters_ == 0); });
-    const std::uint32_t seen = group_.mail();
-    if (stopping_ || step(guard)) continue;
-    guard.unlock();
-    group_.await_mail(seen, {});
-    if (group_.mail() == seen) {
-      try {
-        look_after_peers({});
-      } catch (...) {
-        fail_all(std::current_exception());
-      }
-    }
-    guard.lock();
+    if (!stopping_) turn(guard, nullptr, {}, looked);
   }
 }
 

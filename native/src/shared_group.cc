@@ -286,10 +286,13 @@ void SharedGroup::wait_for_rank(const Operation& operation, int peer, std::uint3
   const auto start = Clock::now();
   Patience patience = operation.patience;
   if (shares_core(peer)) patience.spin = {};
+  const auto has_arrived = [&] {
+    return reached(state(peer).arrived.value.load(std::memory_order_acquire), target);
+  };
   while (!wait_for(state(peer).arrived, target, patience, kSlice)) {
     patience = {};
-    look_after(operation, peer);
-    if (reached(state(peer).arrived.value.load(std::memory_order_acquire), target)) break;
+    look_after(operation, peer, has_arrived);
+    if (has_arrived()) break;
     if (Clock::now() - operation.start >= operation.timeout) {
       const auto absent = missing(target);
       if (absent.empty()) break;
@@ -325,15 +328,11 @@ void SharedGroup::hear_failure(const Operation& operation) {
        h.culprit);
 }
 
-void SharedGroup::look_after(const Operation& operation, int peer) {
+void SharedGroup::look_after(const Operation& operation, int peer, const std::function<bool()>& has_arrived) {
   throw_if_broken(operation);
   hear_failure(operation);
-  if (has_left(peer))
-    fail(Code::kPeerLost,
-         prefix(operation) + "rank " + std::to_string(name_of(peer)) +
-             " has left the group (destroy_process_group, or its process ended)",
-         peer);
-  require_alive(operation, peer);
+  const bool dead = is_dead(peer), left = has_left(peer);
+  if ((left || dead) && !(has_arrived && has_arrived())) lose(operation, peer, left);
   if (!operation.poll) return;
   try {
     operation.poll();
@@ -346,13 +345,18 @@ void SharedGroup::look_after(const Operation& operation, int peer) {
   }
 }
 
-void SharedGroup::require_alive(const Operation& operation, int peer) {
+bool SharedGroup::is_dead(int peer) const noexcept {
   const RankState& other = state(peer);
   const std::int32_t pid = other.pid.load(std::memory_order_acquire);
-  if (pid == 0 || alive({pid, other.start_ticks.load(std::memory_order_relaxed)})) return;
+  return pid != 0 && !alive({pid, other.start_ticks.load(std::memory_order_relaxed)});
+}
+
+void SharedGroup::lose(const Operation& operation, int peer, bool has_left) {
   fail(Code::kPeerLost,
-       prefix(operation) + "rank " + std::to_string(name_of(peer)) + " (process " + std::to_string(pid) +
-           ") has died; look at its own output for the cause",
+       prefix(operation) + "rank " + std::to_string(name_of(peer)) +
+           (has_left ? " has left the group (destroy_process_group, or its process ended)"
+                     : " (process " + std::to_string(state(peer).pid.load(std::memory_order_relaxed)) +
+                           ") has died; look at its own output for the cause"),
        peer);
 }
 
@@ -360,7 +364,7 @@ void SharedGroup::check(const Operation& operation) {
   throw_if_broken(operation);
   hear_failure(operation);
   for (int peer = 0; peer < size(); ++peer)
-    if (peer != rank_ && !has_left(peer)) require_alive(operation, peer);
+    if (peer != rank_ && is_dead(peer) && !has_left(peer)) lose(operation, peer, false);
 }
 
 std::vector<int> SharedGroup::missing(std::uint32_t target) const {

@@ -72,7 +72,7 @@ struct Group {
         SharedGroup& here = *shared.back();
         messengers.push_back(std::make_unique<Messenger>(
             options, std::move(listeners[static_cast<std::size_t>(options.rank)]),
-            [](Block, int, std::int32_t, std::uint8_t) -> std::shared_ptr<Transfer> { return nullptr; },
+            Messenger::ReceiveLocally(),
             [&here](const Error& error) { here.report(error.code(), error.what(), error.ranks()); }));
       }
     }

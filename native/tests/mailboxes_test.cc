@@ -1,6 +1,7 @@
 // Ranks are threads over one segment.
 #include "torchrelay/mailboxes.h"
 
+#include <atomic>
 #include <numeric>
 #include <random>
 #include <thread>
@@ -12,6 +13,7 @@ using namespace torchrelay;
 namespace {
 
 constexpr std::chrono::seconds kLong{30};
+constexpr std::size_t kEndless = std::size_t{1} << 63;  // more than any memory holds
 
 struct Rank {
   Rank(const SharedMemory& memory, int rank, std::vector<int> names)
@@ -186,6 +188,39 @@ TEST(a_wrong_size_fails_the_receive_and_nothing_else) {
   CHECK(in == four);
 }
 
+TEST(a_large_message_of_a_wrong_size_is_dropped_with_nobody_waiting) {
+  World world(2);
+  auto out = numbers(1, 100000);
+  std::vector<int> in(4);
+  const auto bad = world[1].receive(in, 0);
+  const auto sent = world[0].send(out, 1);
+  CHECK_THROWS(Code::kMismatch, bad->ticket().wait(kLong, {}));
+  CHECK(sent->ticket().wait(kLong, {}));
+}
+
+// Of such a message the ranks exchange only what a ring holds.
+TEST(no_memory_is_needed_for_what_never_comes_or_is_dropped) {
+  for (const bool fits : {false, true}) {
+    World world(2);
+    std::vector<std::byte> out(8192), in(8192);
+    (void)world[0].mail.send({out.data(), kEndless}, 1, 0, 3, kLong);
+    world.ranks[0].reset();
+    const auto received = world[1].mail.receive({in.data(), fits ? kEndless : 4}, 0, 0, 3, kLong);
+    CHECK_THROWS(fits ? Code::kPeerLost : Code::kMismatch, world[1].mail.wait(*received, kLong, {}, {}));
+  }
+}
+
+TEST(a_message_that_no_memory_holds_fails_the_group) {
+  World world(2);
+  std::vector<std::byte> out(8192);
+  std::vector<int> in(4);
+  const auto sent = world[0].mail.send({out.data(), kEndless}, 1, 0, 3, kLong);
+  const auto behind = world[1].receive(in, 0, 1);
+  CHECK_THROWS(Code::kUnavailable, behind->ticket().wait(kLong, {}));
+  CHECK_THROWS(Code::kUnavailable, sent->ticket().wait(kLong, {}));
+  CHECK_THROWS(Code::kUnavailable, world[1].send(in, 0));
+}
+
 TEST(peers_out_of_range_are_refused) {
   World world(2);
   std::vector<int> data(4);
@@ -206,6 +241,56 @@ TEST(nobody_sends) {
   auto out = numbers(3, 4);  // the group is not broken
   (void)world[0].send(out, 1);
   world[1].wait(world[1].receive(in, 0));
+}
+
+TEST(an_announced_message_that_is_late_breaks_the_group) {
+  World world(2);
+  std::vector<int> in(4);
+  const auto announced = world[1].mail.receive(Rank::block(in), 0, 0, 3, std::chrono::milliseconds(20), true);
+  CHECK_THROWS(Code::kTimeout, announced->ticket().wait(kLong, {}));
+  CHECK_THROWS(Code::kTimeout, world[1].send(in, 0));
+}
+
+TEST(timeouts_and_losses_are_seen_while_other_messages_arrive) {
+  World world(3);
+  std::atomic<bool> ended{false};
+  const std::jthread traffic([&](const std::stop_token& stop) {
+    auto out = numbers(1, 10);
+    const auto end = std::chrono::steady_clock::now() + kLong;
+    try {
+      while (!stop.stop_requested() && std::chrono::steady_clock::now() < end) {
+        (void)world[0].send(out, 2);
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      }
+    } catch (const Error&) {  // the group failed
+    }
+    ended = true;
+  });
+  std::vector<int> in(10), other(10);
+  const auto lonely = world[2].receive(in, 0, 1), lost = world[2].receive(other, 1);
+  CHECK(!world[2].mail.wait(*lonely, std::chrono::milliseconds(10), {}, {}));
+  CHECK(!ended);
+  world.ranks[1].reset();
+  CHECK_THROWS(Code::kPeerLost, lost->ticket().wait(kLong, {}));
+}
+
+TEST(what_a_rank_sent_before_it_left_arrives) {
+  World world(2);
+  auto first = numbers(1, 4), last = numbers(5, 4);
+  std::vector<int> a(4), b(4);
+  const auto received = world[1].receive(a, 0), next = world[1].receive(b, 0, 1);
+  std::atomic<bool> is_sent{false};
+  // In the thread that receives, between its look into the ring and its look after the peers.
+  received->ticket().when_done([&] {
+    while (!is_sent) std::this_thread::yield();
+    (void)world[0].send(last, 1, 1);
+    world.ranks[0].reset();
+    std::this_thread::sleep_for(2 * SharedGroup::kSlice);
+  });
+  (void)world[0].send(first, 1);
+  is_sent = true;
+  CHECK(next->ticket().wait(kLong, {}));
+  CHECK(b == last);
 }
 
 TEST(the_other_side_leaves) {

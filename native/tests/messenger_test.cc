@@ -6,6 +6,7 @@
 #include <sys/socket.h>
 
 #include <cstring>
+#include <mutex>
 #include <numeric>
 #include <thread>
 
@@ -82,7 +83,6 @@ struct World {
     if (adjust) adjust(options);
     token = options.token;
     ranks.resize(listeners.size());
-    failures.resize(listeners.size());
     if (run.empty()) {
       run.resize(ranks.size());
       std::iota(run.begin(), run.end(), 0);
@@ -92,8 +92,11 @@ struct World {
       const auto index = static_cast<std::size_t>(rank);
       ranks[index] = std::make_unique<Messenger>(
           options, std::move(listeners[index].socket),
-          [](Block, int, std::int32_t, std::uint8_t) -> std::shared_ptr<Transfer> {
-            throw Error(Code::kProtocol, "there is no shared memory");
+          [this](Block data, int source, std::int32_t tag, std::uint8_t code,
+                 std::chrono::nanoseconds timeout) {
+            auto transfer = std::make_shared<Transfer>(data, source, tag, code, timeout);
+            const std::lock_guard guard(lock);
+            return local.emplace_back(std::move(transfer));
           },
           [](const Error&) {});
     }
@@ -121,8 +124,9 @@ struct World {
   }
 
   std::vector<Port> listeners;
+  std::mutex lock;
+  std::vector<std::shared_ptr<Transfer>> local;  // receives of what is in shared memory, which never ends
   std::vector<std::unique_ptr<Messenger>> ranks;
-  std::vector<std::string> failures;
   SessionToken token{};
 };
 
@@ -243,6 +247,35 @@ TEST(a_receive_that_is_late_is_cancelled_and_its_message_kept) {
   world.wait(0, world.send(0, 1, data));
   world.wait(1, world.receive(1, 0, got));
   CHECK(got == data);
+}
+
+TEST(a_late_receive_keeps_its_memory_while_a_message_from_shared_memory_arrives) {
+  World world({2}, {0});
+  Bytes got(8);
+  const auto sender = world.connection_of(1, 0);
+  const auto received = world[0].receive(block(got), 1, 0, 0, std::chrono::milliseconds(20));
+  send_all(sender, frame(1, {}, got.size()));
+  wait_until([&] {
+    const std::lock_guard guard(world.lock);
+    return !world.local.empty();
+  });
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  CHECK(!world[0].wait(received, std::chrono::milliseconds(1), {}));
+  world.local[0]->ticket().finish(std::make_exception_ptr(Error(Code::kTimeout, "in shared memory")));
+  CHECK(text_of(world[0], received) == "in shared memory");
+}
+
+TEST(a_frame_does_not_go_on_over_another_connection) {
+  Bytes large(kLarge * 4);
+  World world({1, 1}, {0});
+  const auto sent = world.send(0, 1, large);
+  Descriptor first(::accept(world.listeners[1].socket.get(), nullptr, nullptr));
+  char begin[100];
+  CHECK(::recv(first.get(), begin, sizeof begin, MSG_WAITALL) == sizeof begin);
+  first.reset();
+  const auto second = world.connection_of(1, 0);
+  CHECK(::recv(second.get(), begin, sizeof begin, 0) == 0);
+  CHECK(contains(text_of(world[0], sent), "rank 1 has died or cannot be reached any more"));
 }
 
 TEST(many_threads_send_at_once) {

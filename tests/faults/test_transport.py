@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import socket
 import struct
 
@@ -33,6 +34,13 @@ def test_another_version_of_the_message_protocol_is_an_error() -> None:
             receiver.receive(30)
         sender.send(0, b"of this version")
         assert bytes(receiver.receive(30) or b"") == b"of this version"
+
+
+def test_a_message_that_no_memory_holds_leaves_its_buffer_free() -> None:
+    _, _, sender = open_pair()
+    array = (ctypes.c_char * (1 << 62)).from_address(ctypes.addressof(ctypes.c_char()))
+    with memoryview(array) as huge, pytest.raises(MemoryError):  # its end fails while it is in use
+        sender.send(0, b"", huge)
 
 
 def test_oversized_messages_end_their_connection_only() -> None:

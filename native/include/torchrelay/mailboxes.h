@@ -33,8 +33,10 @@ class Mailboxes {
   // A message whose size or type is not what the receiver expects fails the receive with kMismatch.
   std::shared_ptr<Transfer> send(Block data, int to, std::int32_t tag, std::uint8_t code,
                                  std::chrono::nanoseconds timeout);
+  // One that has begun, because its message was announced, cannot be taken back: it breaks the group if it is
+  // not done in time.
   std::shared_ptr<Transfer> receive(Block data, int from, std::int32_t tag, std::uint8_t code,
-                                    std::chrono::nanoseconds timeout);
+                                    std::chrono::nanoseconds timeout, bool has_begun = false);
 
   // Drives transfers until this one is done; throws what it failed with. false: not done within timeout.
   bool wait(Transfer& transfer, std::chrono::nanoseconds timeout, Patience patience,
@@ -55,7 +57,7 @@ class Mailboxes {
     bool open = false;  // a frame's header was read and its bytes are not all here
     Frame frame{};
     std::uint64_t got = 0;
-    std::shared_ptr<Transfer> target;  // null: moved to memory
+    std::shared_ptr<Transfer> target;  // null: moved to memory, or dropped if the tag is negative
     std::vector<std::byte> scratch;
     std::deque<std::pair<Frame, std::vector<std::byte>>> unclaimed;
   };
@@ -65,16 +67,19 @@ class Mailboxes {
   };
 
   Ring& ring(int from, int to) const noexcept;
+  bool turn(std::unique_lock<std::mutex>& guard, Transfer* awaited, Patience patience,
+            std::chrono::steady_clock::time_point& looked);
   bool step(std::unique_lock<std::mutex>& guard);
   bool push(std::vector<Ended>& ended);
   bool pull(int from, std::vector<Ended>& ended);
   bool open_frame(int from, std::vector<Ended>& ended);
   void close_frame(int from, std::vector<Ended>& ended);
   bool wanted(int from) const;
+  bool has_unread(int from);
   std::shared_ptr<Transfer> claim(int from, std::int32_t tag);
   bool claim_aside(const std::shared_ptr<Transfer>& transfer, std::vector<Ended>& ended);
   std::exception_ptr mismatch_of(const Transfer& transfer, int from, const Frame& frame) const;
-  void look_after_peers(const std::function<void()>& poll);
+  void look_after_peers();
   void expire(std::vector<Ended>& ended);
   void fail_all(std::exception_ptr error);
   void drive(const std::shared_ptr<Transfer>& transfer);
@@ -89,6 +94,7 @@ class Mailboxes {
   std::vector<Inbox> inboxes_;
   int waiters_ = 0;
   bool stopping_ = false;
+  bool failed_ = false;  // nothing moves any more
   std::thread thread_;
 };
 

@@ -109,8 +109,9 @@ class SharedGroup {
   void await_mail(std::uint32_t seen, Patience patience) noexcept;
   std::byte* mailbox(int from, int to) const noexcept;
 
-  // Throws if `peer` cannot arrive: the group failed, `peer` has left or died, or poll throws.
-  void look_after(const Operation& operation, int peer);
+  // Throws if `peer` cannot arrive: the group failed, `peer` has left or died and has not arrived before, or
+  // poll throws.
+  void look_after(const Operation& operation, int peer, const std::function<bool()>& has_arrived = {});
   bool has_left(int rank) const noexcept;
 
   // Memory for what this rank publishes in the next step, at most slot_bytes; call it once per step.
@@ -165,7 +166,8 @@ class SharedGroup {
   bool claim_failure() noexcept;
   void wake_all() noexcept;
   void set_broken(Code code, const std::string& message, const std::vector<int>& names);
-  void require_alive(const Operation& operation, int peer);
+  bool is_dead(int peer) const noexcept;
+  [[noreturn]] void lose(const Operation& operation, int peer, bool has_left);
   void compare_calls(const Operation& operation, const Call& mine);
   std::vector<int> missing(std::uint32_t target) const;
   std::string prefix(const Operation& operation) const;

@@ -226,6 +226,7 @@ std::exception_ptr Messenger::mismatch_of(const Transfer& transfer, int source, 
 void Messenger::deliver(const std::shared_ptr<Transfer>& transfer, Parked message, Consequences& then) {
   transfer->source_ = message.source;
   if (message.frame.kind == FrameKind::kLocal) {
+    transfer->is_remote_ = false;
     then.local.push_back({transfer, message.source, message.frame});
     return;
   }
@@ -235,16 +236,14 @@ void Messenger::deliver(const std::shared_ptr<Transfer>& transfer, Parked messag
   then.end(transfer, error);
 }
 
-// A message that its receiver does not expect is received too: it would stay in shared memory.
+// A message that its receiver does not expect is received too, and dropped: it would stay in shared memory.
 void Messenger::receive_local(const std::shared_ptr<Transfer>& transfer, int source, const Frame& frame) {
   const auto error = mismatch_of(*transfer, source, frame);
-  const auto scratch = std::make_shared<std::vector<std::byte>>(error ? frame.size_bytes : 0);
-  const Block into = error ? Block{scratch->data(), scratch->size()} : transfer->data_;
   try {
-    const auto local = receive_locally_(into, source, frame.local_tag, frame.code);
-    local->ticket().when_done([transfer, local, scratch, error] {
-      transfer->ticket().finish(error ? error : local->ticket().error());
-    });
+    const auto local = receive_locally_(transfer->data_, source, frame.local_tag, transfer->code_,
+                                        transfer->end_ - Clock::now());
+    local->ticket().when_done(
+        [transfer, local, error] { transfer->ticket().finish(error ? error : local->ticket().error()); });
   } catch (const Error&) {
     transfer->ticket().finish(error ? error : std::current_exception());
   }
@@ -262,7 +261,7 @@ bool Messenger::wait(const std::shared_ptr<Transfer>& transfer, std::chrono::nan
   const int peer = transfer->peer_ == kAnyRank ? kAnyRank : name_of(transfer->peer_);
   cancel(transfer, late(name_of(options_.rank), transfer->sends_ ? "send to " : "recv from ",
                         transfer->peer_ == kAnyRank ? nullptr : &peer, transfer->tag_));
-  return transfer->ticket().wait(std::chrono::nanoseconds(0), {});
+  return transfer->ticket().wait(timeout - left, poll);
 }
 
 void Messenger::complete(const std::shared_ptr<Transfer>& transfer, const char* operation,
@@ -297,11 +296,13 @@ void Messenger::complete(const std::shared_ptr<Transfer>& transfer, const char* 
   throw with_host(*error, transfer->peer_);
 }
 
-// A message that arrives for it later is parked, or read and dropped if it is arriving.
+// A message that arrives for it later is parked, or read and dropped if it is arriving. One in shared memory
+// cannot be cancelled: its mailboxes watch the time.
 void Messenger::cancel(const std::shared_ptr<Transfer>& transfer, const Error& error) {
   std::vector<std::shared_ptr<Transfer>> abandoned;
   {
     const std::lock_guard guard(lock_);
+    if (!transfer->is_remote_) return;
     std::erase(posted_, transfer);
     for (const auto& connection : connections_)
       if (connection->target == transfer) connection->target = nullptr;

@@ -36,6 +36,7 @@ bool Messenger::flush(Peer& peer, std::vector<std::shared_ptr<Transfer>>& sent) 
     Outgoing& next = peer.queue.front();
     blocked =
         !write(out, {bytes_of(next.frame), next.body, {next.data.data, next.data.size_bytes}}, next.sent);
+    out.has_frames |= next.sent != 0;
     if (blocked) break;
     if (peer.queue.front().transfer) sent.push_back(std::move(peer.queue.front().transfer));
     peer.queue.pop_front();
@@ -140,7 +141,7 @@ void Messenger::await_another(int rank, const std::string& reason) {
       bool has_way;
       {
         const std::lock_guard peer_guard(peer.lock);
-        has_way = !peer.connections.empty() && peer.out != nullptr;
+        has_way = connections_.contains(peer.out);
       }
       if (!has_way) lose(rank, peer.left ? kLeft : reason, then);
     }
@@ -209,7 +210,9 @@ void Messenger::end(const ConnectionPtr& connection, Consequences& then) {
              std::make_exception_ptr(failure_ ? *failure_ : gone_error(rank)));
   {
     const std::lock_guard guard(peer.lock);
-    if (peer.out == connection) peer.out = nullptr;
+    connection->write_ended = true;
+    // No other connection replaces one that had frames: they may have arrived in part.
+    if (peer.out == connection && !connection->has_frames) peer.out = nullptr;
   }
   if (peer.gone) return;
   if (peer.left && peer.connections.empty())

@@ -44,6 +44,7 @@ struct Messenger::Connection {
   bool greets = false;          // this end made it
   std::size_t greeted = 0;      // bytes of the greeting, and of what belongs to it
   std::vector<std::byte> body;  // of a report
+  bool has_frames = false;      // some may be lost if it ends
   std::atomic<bool> write_ended{false};
 
   std::mutex interest;  // in what the event loop watches for

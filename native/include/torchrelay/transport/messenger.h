@@ -58,9 +58,9 @@ struct MessengerOptions {
 class Messenger {
  public:
   using Clock = std::chrono::steady_clock;
-  // Receives the bytes of a message from a rank of this host, which are in shared memory.
-  using ReceiveLocally =
-      std::function<std::shared_ptr<Transfer>(Block, int source, std::int32_t local_tag, std::uint8_t code)>;
+  // Receives the bytes of a message from a rank of this host, which are in shared memory; ends in time.
+  using ReceiveLocally = std::function<std::shared_ptr<Transfer>(
+      Block, int source, std::int32_t local_tag, std::uint8_t code, std::chrono::nanoseconds timeout)>;
 
   // Owns the listening socket. `on_failure` is called once, when the group breaks here or a peer reports that
   // it broke, in any thread; it must not call close().

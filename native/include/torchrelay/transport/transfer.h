@@ -2,6 +2,7 @@
 // (transport/messenger.h).
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
@@ -47,7 +48,7 @@ class Transfer {
   std::chrono::steady_clock::time_point end_;
   std::size_t moved_ = 0;  // bytes in or out of the ring so far
   bool begun_ = false;
-  bool is_remote_ = false;  // over the network
+  std::atomic<bool> is_remote_{false};  // over the network, as far as is known
   bool sends_ = false;
   int source_ = -1;
   Ticket ticket_;
