@@ -201,7 +201,7 @@ def main() -> None:
     real_nodes, all_nodes = (
         ((2,), (2, 4)) if options.smoke else ((2, 4, 8, 16), (2, 4, 8, 16, 32, 64, 128, 256))
     )
-    steps = WARM_UP + (5 if options.smoke else 40)
+    steps = WARM_UP + (5 if options.smoke else 20)
     measured: dict[tuple[str, int], list[float]] = {}
     simulated: dict[tuple[str, int], list[float]] = {}
     keys_a_step = {}
