@@ -151,14 +151,11 @@ class Communicator {
     operation.name = name;
     operation.timeout = seconds(timeout_s);
     operation.patience = in_background ? Patience{{}, patience_.yield} : patience_;
-    if (in_background) {
-      operation.poll = [this] {
-        if (parts_->executor.stopping())
-          throw Error(Code::kPeerLost, "the group was destroyed on this rank before the operation ended");
-      };
-    } else {
-      operation.poll = check_signals;
-    }
+    operation.poll = [this, in_background] {
+      if (parts_->executor.stopping())
+        throw Error(Code::kPeerLost, "the group was destroyed on this rank before the operation ended");
+      if (!in_background) check_signals();
+    };
     return operation;
   }
 

@@ -283,6 +283,46 @@ TEST(a_switch_that_is_gone_and_an_interrupt_end_a_call) {
                (cluster->worker(1).all_reduce(values.data(), 1, Dtype::kFloat32, kPatient, kNoPoll), 0));
 }
 
+TEST(closing_ends_a_call_also_before_its_threads_have_begun) {
+  const int peer = socket(AF_INET, SOCK_DGRAM | SOCK_NONBLOCK, 0);  // a switch that sends no results
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  socklen_t size = sizeof address;
+  CHECK(bind(peer, reinterpret_cast<sockaddr*>(&address), size) == 0);
+  CHECK(getsockname(peer, reinterpret_cast<sockaddr*>(&address), &size) == 0);
+  for (int round = 0; round < 20; ++round) {
+    std::vector<int> sockets;
+    for (int i = 0; i < 32; ++i) {
+      sockets.push_back(socket(AF_INET, SOCK_DGRAM, 0));
+      CHECK(connect(sockets.back(), reinterpret_cast<sockaddr*>(&address), size) == 0);
+    }
+    Worker worker({"test", 0, 2, 64, 64, {}, true}, sockets);
+    std::string error;
+    std::atomic<bool> begun{false};
+    std::thread calling([&] {
+      std::vector<std::int32_t> values(64 * sockets.size());
+      begun.store(true);
+      try {
+        worker.all_reduce(values.data(), values.size(), Dtype::kInt32, kPatient, kNoPoll);
+      } catch (const Error& failure) {
+        error = failure.what();
+      }
+    });
+    while (!begun.load()) {
+    }
+    std::byte byte;
+    while (round % 2 == 0 && recv(peer, &byte, 1, 0) < 0) {  // of the first thread
+    }
+    worker.close();
+    calling.join();
+    CHECK(error.find("the worker was closed") != error.npos);
+    while (recv(peer, &byte, 1, 0) >= 0) {
+    }
+  }
+  ::close(peer);
+}
+
 TEST(an_address_belongs_to_one_worker_of_one_session) {
   UdpSwitch udp({"127.0.0.1", 0, 0, 0, 0});
   udp.open_session(1, {2, 4, 64, false});

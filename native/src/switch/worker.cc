@@ -123,7 +123,7 @@ class Worker::Lane {
       send_sign_of_life();
       guard.lock();
     }
-    return has_task_ && !shared_.stop.load();
+    return has_task_;
   }
 
   // The switch ends a session whose workers are all silent.
@@ -230,8 +230,8 @@ void Worker::close() {
     shared_->stop.store(true);
     shared_->abort.store(true);
     shared_->changed.notify_all();
+    for (auto& lane : lanes_) lane->wake();
   }
-  for (auto& lane : lanes_) lane->wake();
   const std::lock_guard in_use(shared_->in_use);
   broken_ = "the worker was closed";
   std::vector<ProcessOwned<Lane>> ending;  // destroyed without the lock, which their threads need to end
@@ -271,7 +271,8 @@ void Worker::run(const Call& call, std::byte* values, std::size_t count, bool is
   ++job_;
   {
     const std::lock_guard guard(shared_->lock);
-    for (std::size_t i = 0; i < lanes_.size(); ++i) {
+    // Once the worker is closed, no lane would end its task.
+    for (std::size_t i = 0; i < lanes_.size() && !shared_->stop.load(); ++i) {
       const auto [first, size] = part(count, i, lanes_.size());
       if (size != 0) lanes_[i]->give(values + first * sizeof(float), size, is_float, job_);
     }

@@ -4,6 +4,7 @@
 #include <array>
 #include <cstring>
 #include <memory>
+#include <numeric>
 #include <string>
 
 #include "torchrelay/collectives.h"
@@ -43,8 +44,8 @@ Sizes sizes_of(const std::vector<Block>& blocks) {
   return out;
 }
 
-// An average is divided at the end.
-Op partial(Op op) { return op == Op::kAverage ? Op::kSum : op; }
+// An average is divided at the end. float16, whose sums would overflow, is averaged in each step.
+Op partial(Op op, Dtype dtype) { return op == Op::kAverage && dtype != Dtype::kFloat16 ? Op::kSum : op; }
 
 // The part of a block from `offset` on, at most `limit` long.
 Block part(Block block, std::size_t offset, std::size_t limit) {
@@ -91,6 +92,14 @@ class Round {
   void for_other_hosts(Function function) const {
     for (std::size_t other = 0; other < at.ranks.size(); ++other)
       if (other != host) function(other);
+  }
+
+  // Adds what a host's ranks reduced with `op`: an average as often as their share of all ranks asks for.
+  void add_source(std::vector<const std::byte*>& sources, std::size_t from, Op op,
+                  const std::byte* source) const {
+    std::size_t common = 0;
+    for (const auto& ranks : at.ranks) common = std::gcd(common, ranks.size());
+    sources.insert(sources.end(), op == Op::kAverage ? at.ranks[from].size() / common : 1, source);
   }
 
   // The blocks of this host's ranks.
@@ -268,8 +277,9 @@ class Reduction {
         size_(count * size_bytes(dtype)),
         item_(size_bytes(dtype)),
         dtype_(dtype),
-        divides_(op == Op::kAverage),
-        kernel_(find_kernel(dtype, partial(op))),
+        partial_(partial(op, dtype)),
+        divides_(op != partial_),
+        kernel_(find_kernel(dtype, partial_)),
         root_host_(root < 0 ? kAllHosts : at_.host_of(root)),
         keeps_(root < 0 || root == at_.rank),
         workers_(at_.ranks[0].size()) {
@@ -383,7 +393,7 @@ class Reduction {
     std::vector<const std::byte*> sources;
     const std::byte* from = now.parts;
     for (std::size_t host = 0; host < at_.ranks.size(); ++host) {
-      sources.push_back(host == round_.host ? kept.data : from);
+      round_.add_source(sources, host, partial_, host == round_.host ? kept.data : from);
       if (host != round_.host) from += kept.size_bytes;
     }
     const std::size_t count = kept.size_bytes / item_;
@@ -418,6 +428,7 @@ class Reduction {
   std::byte* data_;
   const std::size_t size_, item_;
   const Dtype dtype_;
+  const Op partial_;
   const bool divides_;
   const Kernel kernel_;
   const std::size_t root_host_;
@@ -439,7 +450,7 @@ void reduce_in_network(Round& round, std::byte* data, std::size_t count, Dtype d
       if (round.has_neighbours()) {
         round.group.count_shared(length(first) * item);
         torchrelay::reduce(round.local, round.operation, data + first * item, length(first), dtype,
-                           partial(op), 0);
+                           partial(op, dtype), 0);
       }
       if (leads) network.start(first, length(first), round.left());
     }
@@ -569,7 +580,8 @@ void reduce(HostGroup& group, const Operation& operation, std::byte* data, std::
 void reduce_scatter(HostGroup& group, const Operation& operation, const std::vector<std::byte*>& inputs,
                     std::byte* output, std::size_t count, Dtype dtype, Op op) {
   require_blocks(group, operation, inputs.size());
-  const Kernel kernel = find_kernel(dtype, partial(op));
+  const Op each_op = partial(op, dtype);
+  const Kernel kernel = find_kernel(dtype, each_op);
   perform(group, operation, [&](Round& round) {
     round.agree({reduction_call(Kind::kReduceScatter, count, dtype, op)});
     const Hosts& at = round.at;
@@ -588,8 +600,7 @@ void reduce_scatter(HostGroup& group, const Operation& operation, const std::vec
                                  std::size_t length) {
       std::vector<std::byte*> sources;
       for (std::byte* block : blocks) sources.push_back(block + offset);
-      torchrelay::reduce_scatter(round.local, round.operation, sources, into, length / item, dtype,
-                                 partial(op));
+      torchrelay::reduce_scatter(round.local, round.operation, sources, into, length / item, dtype, each_op);
     };
     // Sends this host's sums of others' blocks to their owners.
     const auto start = [&](std::size_t offset, Scattered& now) {
@@ -618,10 +629,12 @@ void reduce_scatter(HostGroup& group, const Operation& operation, const std::vec
     const auto end = [&](std::size_t offset, Scattered& now) {
       round.finish(now.received);
       const std::size_t elements = std::min(limit, size - offset) / item;
-      std::vector<const std::byte*> sources(now.parts.begin(), now.parts.end());
-      sources.insert(sources.begin() + static_cast<std::ptrdiff_t>(round.host), output + offset);
+      std::vector<const std::byte*> sources;
+      auto part_at = now.parts.begin();
+      for (std::size_t host = 0; host < at.ranks.size(); ++host)
+        round.add_source(sources, host, each_op, host == round.host ? output + offset : *part_at++);
       kernel(sources.data(), static_cast<int>(sources.size()), output + offset, elements);
-      if (op == Op::kAverage) divide(dtype, output + offset, elements, static_cast<int>(round.size()));
+      if (op != each_op) divide(dtype, output + offset, elements, static_cast<int>(round.size()));
     };
     for (std::size_t offset = 0; offset < size; offset += limit) {
       start(offset, in_progress[offset / limit % 2]);

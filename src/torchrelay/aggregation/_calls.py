@@ -127,7 +127,12 @@ def split_rows(
     """Return views of ``splits[r]`` rows for rank r; of equal numbers of rows without
     ``splits``.
     """
-    rows = tensor.shape[0] if tensor.dim() else 0
+    if not tensor.dim():
+        raise ArgumentError(
+            f"all_to_all_single: the {which} is a scalar, which has no rows to split; pass tensors "
+            "of at least one dimension"
+        )
+    rows = tensor.shape[0]
     if not splits:
         if rows % ranks:
             raise ArgumentError(
@@ -139,7 +144,7 @@ def split_rows(
             f"all_to_all_single: {which} splits {list(splits)} do not add up to {rows} rows on "
             f"{ranks} ranks"
         )
-    return list(torch.split(tensor, list(splits))) if rows else [tensor] * ranks
+    return list(torch.split(tensor, list(splits)))
 
 
 def check_rank(rank: int, ranks: int, operation: str) -> None:

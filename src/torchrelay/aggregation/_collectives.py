@@ -362,6 +362,8 @@ class _Staging:
         if is_input:
             with torch.no_grad():
                 buffer.copy_(tensor)  # from a GPU: waits for the current stream
+        elif tensor.is_cuda:  # what is queued may still write to it
+            torch.cuda.current_stream(tensor.device).synchronize()
         if is_output:
             self._copies.append((tensor, buffer))
         return buffer
@@ -370,7 +372,7 @@ class _Staging:
         """Copy results to the caller's tensors."""
         for tensor, buffer in self._copies:
             with torch.no_grad():
-                tensor.copy_(buffer, non_blocking=True)  # on a GPU: ordered on the current stream
+                tensor.copy_(buffer)  # to a GPU: waits, for users on any stream
 
     def done(self, tensors: Tensors, source: int = 0) -> dist.Work:
         """Return the Work of a call that has ended."""

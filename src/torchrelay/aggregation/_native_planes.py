@@ -174,6 +174,7 @@ class HostsPlane(NativePlane):
             sockets.interface,
         )
         here = next(ranks for ranks in hosts if meeting.rank in ranks)
+        self._ranks_here = len(here)
         self._shm = ShmPlane(meeting.among(here), timeout_s, settings)
         self._origin, self._closing = _native.Origin(), threading.Lock()
         self._switch: SwitchTransport | None = None
@@ -229,7 +230,7 @@ class HostsPlane(NativePlane):
             NATIVE[output.dtype],
             op,
             self._switch.piece_bytes,
-            *self._switch.calls(output.detach().view(-1), op),
+            *self._switch.calls(output.detach().view(-1), op, self._ranks_here),
             timeout_s,
             block,
         )

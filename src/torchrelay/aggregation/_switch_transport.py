@@ -131,10 +131,11 @@ class SwitchTransport:
         return op in (Op.SUM, Op.AVG) and dtype in self._dtypes
 
     def calls(
-        self, tensor: torch.Tensor, op: Op
+        self, tensor: torch.Tensor, op: Op, ranks_here: int
     ) -> tuple[Callable[[int, int, float], None], Callable[[], Failure | None]]:
         """Return the functions with which the native core starts to sum a piece of a flat tensor,
-        and waits for the oldest sum, where an average is divided by the number of ranks.
+        and waits for the oldest sum, where an average is divided by the number of ranks. A piece
+        is the sum of this host's ``ranks_here`` ranks; of float16 with AVG, their average.
         """
         started: deque[tuple[torch.Tensor, torch.Tensor, Future[None]]] = deque()
 
@@ -142,6 +143,8 @@ class SwitchTransport:
             assert self._client is not None
             piece = tensor[first : first + count]
             wide = piece.float() if piece.dtype in _FLOATS else piece
+            if op is Op.AVG and piece.dtype is torch.float16:  # whose sums would overflow
+                wide *= ranks_here
             started.append((piece, wide, self._submit(self._client, wide, timeout_s)))
 
         def finish() -> Failure | None:

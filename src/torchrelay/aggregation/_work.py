@@ -12,6 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -189,9 +190,15 @@ class PendingWorks:
 
     def keep(self, work: PendingWork) -> PendingWork:
         works = self._works
-        while works and not works[0].in_progress:
-            works.popleft()
         works.append(work)
+        in_progress = 0
+        # Each call adds one work and looks at two that go on, so one that stays hides no others.
+        with suppress(IndexError):  # other threads may take works, and a destructor may call this
+            while in_progress < 2:
+                first = works.popleft()
+                if first.in_progress:
+                    works.append(first)
+                    in_progress += 1
         if self._coalescing is not None:
             self._coalescing.append(work)
         return work

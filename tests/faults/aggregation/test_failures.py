@@ -10,6 +10,7 @@ import re
 import signal
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
 
@@ -221,6 +222,25 @@ def test_a_rank_that_leaves_is_named(world: World) -> None:
         with pytest.raises(PeerLostError, match="rank 1 has left") as caught:
             dist.all_reduce(torch.ones(3))
         assert caught.value.ranks == (1,)
+
+
+@pytest.mark.processes(2)
+def test_destroying_a_group_ends_a_call_in_another_thread(world: World) -> None:
+    start(world)
+    store = dist.distributed_c10d._get_default_store()
+    if world.rank == 0:
+        group = cast(Any, dist.group.WORLD)
+        before = group.stats().jobs
+        with ThreadPoolExecutor(1) as thread:
+            call = thread.submit(all_reduce)
+            while group.stats().jobs == before:
+                time.sleep(0.01)
+            dist.destroy_process_group()
+        with pytest.raises(PeerLostError, match="was destroyed on this rank"):
+            call.result()
+        store.set("destroyed", "")
+    else:
+        store.wait(["destroyed"], timedelta(seconds=60))
 
 
 @pytest.mark.processes(2)

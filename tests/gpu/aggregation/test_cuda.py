@@ -41,6 +41,27 @@ def test_collectives_of_cuda_tensors(world: World) -> None:
 
 
 @pytest.mark.processes(2)
+def test_futures_on_another_stream(world: World) -> None:
+    """The thread that completes a future is on the default stream, which is busy here."""
+    dist.init_process_group("sml", store=world.connect(60), rank=world.rank, world_size=world.size)
+    device = torch.device("cuda", world.rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        tensor = torch.ones(1_000_000, device=device)
+        side.synchronize()
+        torch.cuda.default_stream().wait_stream(side)
+        with torch.cuda.stream(torch.cuda.default_stream()):
+            torch.cuda._sleep(500_000_000)
+        work = dist.all_reduce(tensor, async_op=True)
+        assert work is not None and work.get_future().wait()[0].eq(2).all()
+        torch.cuda._sleep(500_000_000)
+        tensor.fill_(world.rank + 5)  # before the result, although it comes by another stream
+        work = dist.broadcast(tensor, 0, async_op=True)
+        assert work is not None and work.get_future().wait()[0].eq(5).all()
+
+
+@pytest.mark.processes(2)
 def test_ddp_on_cuda(world: World) -> None:
     dist.init_process_group("sml", store=world.connect(60), rank=world.rank, world_size=world.size)
     device = torch.device("cuda", world.rank % torch.cuda.device_count())

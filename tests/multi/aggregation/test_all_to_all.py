@@ -57,4 +57,6 @@ def test_wrong_arguments_fail_before_anything_is_sent(world: World) -> None:
     with groups(world):
         with pytest.raises(ArgumentError, match="splits"):
             dist.all_to_all_single(torch.empty(4), torch.ones(4), [1, 2], [2, 2])
+        with pytest.raises(ArgumentError, match="the output is a scalar"):
+            dist.all_to_all_single(torch.tensor(0.0), torch.tensor(1.0))
         dist.barrier()

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import torchrelay.aggregation
-from multi.aggregation.collectives import COPIED, DTYPES, FLOATS, VIEWS
+from multi.aggregation.collectives import COPIED, DTYPES, FLOATS, VIEWS, ReduceOp, groups, same
 from torchrelay import _communicators
 from torchrelay._communicators import hosts_of
 from torchrelay.world import World
@@ -181,6 +181,29 @@ def test_large_sums_subgroups_and_statistics(world: World) -> None:
     dist.all_reduce(ones, group=inner)
     dist.all_reduce(ones, group=outer)
     assert ones.eq(2).all()
+
+
+@pytest.mark.parametrize("hosts", ["abab", "aaba"])
+@pytest.mark.processes(4, together=True)
+def test_averages_of_float16_do_not_overflow(world: World, hosts: str) -> None:
+    place(world, hosts)
+    with groups(world):
+        for size in (1, 3001):
+            generator = torch.Generator().manual_seed(7)
+            inputs = (torch.rand(4, 4 * size, generator=generator) * 60_000).half()
+            want = inputs.double().mean(0)
+            whole, on_root = inputs[world.rank].clone(), inputs[world.rank].clone()
+            dist.all_reduce(whole, ReduceOp.AVG)
+            dist.reduce(on_root, 3, ReduceOp.AVG)
+            part = torch.empty(size, dtype=torch.float16)
+            dist.reduce_scatter_tensor(part, inputs[world.rank].clone(), ReduceOp.AVG)
+            own = want.chunk(4)[world.rank]
+            torch.testing.assert_close(whole.double(), want, rtol=2**-10, atol=0)
+            torch.testing.assert_close(part.double(), own, rtol=2**-10, atol=0)
+            assert same(on_root, whole if world.rank == 3 else inputs[world.rank])
+            copies = [torch.empty_like(whole) for _ in range(4)]
+            dist.all_gather(copies, whole)
+            assert all(same(copy, whole) for copy in copies)
 
 
 @pytest.mark.processes(3)

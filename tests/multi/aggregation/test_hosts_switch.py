@@ -172,6 +172,19 @@ def test_dtypes_and_ops(world: World) -> None:
 
 
 @pytest.mark.processes(4)
+def test_averages_of_float16_do_not_overflow(world: World) -> None:
+    with switched(world, "aaba"):
+        gloo = dist.new_group(backend="gloo")
+        inputs = torch.rand(4, COUNT, generator=torch.Generator().manual_seed(7)) * 60_000
+        got, before = inputs[world.rank].half(), switch_bytes()
+        dist.all_reduce(got, ReduceOp.AVG)
+        want = inputs.half().double().mean(0)
+        torch.testing.assert_close(got.double(), want, rtol=2**-10, atol=1e-2)
+        assert switch_bytes() - before == (4 * COUNT if world.rank in (0, 2) else 0)
+        assert_same_on_all(got, gloo)
+
+
+@pytest.mark.processes(4)
 def test_numbers_that_cannot_be_quantized(world: World) -> None:
     """NaN, Inf, large, tiny and denormal numbers, and zeros, beside others in the same tensor."""
     with switched(world, num_worker_threads=1):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
+from typing import cast
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -51,3 +54,19 @@ def test_an_async_call_does_not_wait_for_the_others(world: World) -> None:
             work = dist.all_reduce(tensor, async_op=True)
         work.wait()
         assert tensor.eq(2).all()
+
+
+@pytest.mark.processes(2, together=True)
+def test_a_receive_in_progress_does_not_keep_the_tensors_of_later_calls(world: World) -> None:
+    with groups(world):
+        message, peer = torch.zeros(1), 1 - world.rank
+        receiving = cast(dist.Work, dist.irecv(message, peer))
+        tensors = []
+        for _ in range(20):
+            tensor = torch.ones(10)
+            cast(dist.Work, dist.all_reduce(tensor, async_op=True)).wait()
+            tensors.append(weakref.ref(tensor))
+        assert sum(tensor() is not None for tensor in tensors) <= 3
+        dist.send(torch.ones(1), peer)
+        receiving.wait()
+        assert message.eq(1).all()

@@ -55,7 +55,7 @@ def _fail(client: _Client, group_error: OperationTimeoutError | None) -> Failure
         cast(HostCommunicator, _Messages()),
         check,
     )
-    start, finish = transport.calls(torch.ones(8), Op.SUM)
+    start, finish = transport.calls(torch.ones(8), Op.SUM, 1)
     start(0, 8, 60.0)
     failure = finish()
     assert client.closed.is_set() and failure is not None and failure.timed_out
