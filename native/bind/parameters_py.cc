@@ -179,23 +179,25 @@ void register_worker(nb::module_& module) {
           "__init__",
           [](Worker* self, std::shared_ptr<Store> store, std::uint32_t worker_id,
              std::shared_ptr<Network> network, const ChannelAddresses& addresses, double timeout_s,
-             std::size_t max_unfinished) {
-            new (self)
-                Worker(std::move(store), worker_id, std::move(network), addresses,
-                       {.timeout = from_seconds<milliseconds>(timeout_s), .max_unfinished = max_unfinished},
-                       check_signals);
+             std::size_t max_unfinished, std::size_t max_message_bytes) {
+            new (self) Worker(std::move(store), worker_id, std::move(network), addresses,
+                              {.timeout = from_seconds<milliseconds>(timeout_s),
+                               .max_unfinished = max_unfinished,
+                               .max_message_bytes = max_message_bytes},
+                              check_signals);
           },
-          "store"_a, "worker_id"_a, "network"_a.none(), "addresses"_a, "timeout_s"_a, "max_unfinished"_a)
+          "store"_a, "worker_id"_a, "network"_a.none(), "addresses"_a, "timeout_s"_a, "max_unfinished"_a,
+          "max_message_bytes"_a = WorkerOptions().max_message_bytes)
       .def(
           "access",
           [](Worker& worker, parameters::Op op, Address keys, std::size_t count, Address values,
              std::size_t size_bytes, bool wait, nb::object held) {
             const std::shared_ptr<void> holder = hold(std::move(held));
             const nb::gil_scoped_release released;
-            const std::int64_t timestamp =
-                worker.access(op, pointer<std::int64_t>(keys), count, pointer(values), size_bytes, holder);
-            if (!wait || timestamp < 0) return timestamp;
-            worker.wait(timestamp);
+            if (!wait)
+              return worker.access(op, pointer<std::int64_t>(keys), count, pointer(values), size_bytes,
+                                   holder);
+            worker.access_and_wait(op, pointer<std::int64_t>(keys), count, pointer(values), size_bytes);
             return std::int64_t{-1};
           },
           "op"_a, "keys"_a, "count"_a, "values"_a, "size_bytes"_a, "wait"_a, "held"_a.none())

@@ -443,6 +443,29 @@ TEST(a_push_does_not_overtake_an_unfinished_pull) {
   CHECK(here[0] == 1);
 }
 
+// The caller's buffer is gone, perhaps, when the answer comes.
+TEST(what_answers_an_interrupted_pull_is_not_written) {
+  const std::vector<std::int64_t> key = {1};
+  std::vector<float> pulled(kLength, -1.0f), again(kLength, -1.0f);
+  auto network = std::make_shared<HoldingNetwork>();
+  auto& requests = network->hold(Kind::kRequest, 0, 1);
+  Cluster cluster(network, 2, dense(2, 1), {});
+  requests.on = true;
+  Worker worker(cluster.stores[0], 0, network, cluster.addresses, {}, [&] {
+    if (requests.count > 0) throw Error(Code::kUnavailable, "interrupted");
+  });
+  CHECK_THROWS(Code::kUnavailable,
+               worker.access_and_wait(Op::kPull, key.data(), 1, reinterpret_cast<std::byte*>(pulled.data()),
+                                      kLength * sizeof(float)));
+  CHECK(worker.unfinished() == 1);
+  requests.on = false;
+  eventually([&] { return requests.count == 0; });
+  worker.wait_all();
+  CHECK(pulled[0] == -1);
+  access(worker, Op::kPull, key, again);
+  CHECK(again[0] == 0);
+}
+
 // Node 2 knows node 1's worker, which ends. What its successor asks, node 0 sends on to node 2.
 TEST(a_successor_of_a_known_worker_is_answered_by_who_has_not_met_it) {
   std::vector<float> value(kLength);

@@ -9,6 +9,7 @@
 #include "check.h"
 #include "torchrelay/memory_network.h"
 #include "torchrelay/parameters/node_service.h"
+#include "torchrelay/tcp_network.h"
 
 using namespace torchrelay;
 using namespace torchrelay::parameters;
@@ -156,6 +157,22 @@ TEST(a_reliable_endpoint_restores_the_order_of_messages) {
   }
   CHECK(!receiver.receive(header, message, milliseconds(20)));
   CHECK(receiver.duplicates > 0 && receiver.knows(sender.id()));
+}
+
+TEST(a_message_that_is_too_large_leaves_no_gap) {
+  NetworkOptions options;
+  options.max_message_bytes = 1000;
+  TcpNetwork network(options);
+  ReliableEndpoint sender(network.open("a"), worker_endpoint(0, 1), 1),
+      receiver(network.open("b"), channel_endpoint(0, 0), 1);
+  sender.connect(receiver.id(), receiver.address());
+  Writer large(1000);
+  large.skip(1000);
+  CHECK_THROWS(Code::kArgument, sender.send(receiver.id(), Kind::kIntent, 1, large.finish()));
+  sender.send(receiver.id(), Kind::kIntent, 2, Writer(0).finish());
+  Header header;
+  Message message;
+  CHECK(receiver.receive(header, message, milliseconds(2000)) && header.count == 2);
 }
 
 TEST(a_new_worker_under_an_old_number_starts_a_new_stream) {

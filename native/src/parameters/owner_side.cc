@@ -144,7 +144,10 @@ void OwnerSide::refresh(LockedEntry& entry, Replica& replica, unsigned flags) {
   const bool stateless = entry.row_bytes() == entry.value_bytes();
   if (!replica.lent && (stateless || replica.version - replica.row_version >= kOldestState))
     flags |= kWholeRow;
-  if (replica.lent || (flags & kWholeRow) != 0) replica.row_version = replica.version;
+  if (replica.lent || (flags & kWholeRow) != 0) {
+    replica.row_version = replica.version;
+    replica.has_stepped = false;
+  }
   send(replica.node,
        {.kind = RecordKind::kRefresh,
         .flags = static_cast<std::uint8_t>(flags),
@@ -161,7 +164,8 @@ void OwnerSide::refresh_replicas(LockedEntry& entry, bool all) {
   if (key == nullptr) return;
   raise_version(entry);
   for (Replica& replica : key->replicas) {
-    if (replica.version == entry->version && (!all || replica.row_version == entry->version)) continue;
+    const bool is_whole = replica.row_version == entry->version && !replica.has_stepped;
+    if (replica.version == entry->version && (!all || is_whole)) continue;
     if (!all && replica.lent && state_.rounds - replica.sent_in < kOldestLoan)
       state_.mark_changed(entry.index());  // most loans are over soon
     else
@@ -239,7 +243,10 @@ void OwnerSide::apply_update(LockedEntry& entry, const Record& record, const std
   Replica* replica = replica_of(entry.index(), record.node);
   const bool dropped = (record.flags & kDrop) != 0;
   if (!dropped && replica != nullptr && replica->version != before) return refresh(entry, *replica, kAcks);
-  if (replica != nullptr) replica->has_written(before, entry->version);
+  if (replica != nullptr) {
+    replica->has_stepped |= entry->version != before && state_.store->header().rule.kind != RuleKind::kAdd;
+    replica->has_written(before, entry->version);
+  }
   ++unsent_acks_[record.node];
   if (!dropped || replica == nullptr) return;
   remove_replica(entry, record.node);

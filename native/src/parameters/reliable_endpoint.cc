@@ -50,13 +50,14 @@ void ReliableEndpoint::greet(std::uint32_t peer) {
 
 void ReliableEndpoint::send_numbered(std::uint32_t peer, Outgoing& outgoing, Kind kind, std::uint32_t count,
                                      Message message) {
-  const Header header{kProtocolMagic | kProtocolVersion, id_, incarnation_, outgoing.next++, kind, 0, count};
+  const Header header{kProtocolMagic | kProtocolVersion, id_, incarnation_, outgoing.next, kind, 0, count};
   std::memcpy(message.data(), &header, sizeof header);
-  if (node_of(peer) != node_of(id_)) {
-    sent_bytes += message.size_bytes();
-    ++sent_messages;
-  }
+  const std::size_t size = message.size_bytes();
   endpoint_->send(peer, std::move(message));
+  ++outgoing.next;  // a message that was too large to be sent leaves no gap
+  if (node_of(peer) == node_of(id_)) return;
+  sent_bytes += size;
+  ++sent_messages;
 }
 
 bool ReliableEndpoint::valid(const Message& message, Header& header) {

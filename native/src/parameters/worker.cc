@@ -88,6 +88,17 @@ std::int64_t Worker::access(Op op, const std::int64_t* keys, std::size_t count, 
   return timestamp;
 }
 
+void Worker::access_and_wait(Op op, const std::int64_t* keys, std::size_t count, std::byte* values,
+                             std::size_t size_bytes) {
+  const std::int64_t request_id = next_request_id_;
+  try {
+    wait(access(op, keys, count, values, size_bytes, nullptr));
+  } catch (...) {
+    if (const auto found = pending_.find(request_id); found != pending_.end()) found->second.places.clear();
+    throw;
+  }
+}
+
 bool Worker::pull_if_local(const std::int64_t* keys, std::size_t count, std::byte* values,
                            std::size_t size_bytes) {
   check_size(Op::kPull, keys, count, size_bytes);

@@ -10,6 +10,7 @@ namespace {
 
 // A large request goes in parts, so that one is served while the answer to another is on its way.
 constexpr std::size_t kKeysPerRequest = 2048;
+constexpr std::size_t kBytesPerRequest = std::size_t{4} << 20;  // of the values sent or asked for
 
 }  // namespace
 
@@ -59,11 +60,17 @@ std::int64_t Worker::ask_owners(Op op, const std::int64_t* keys, std::size_t cou
     by_destination_[missed.owner * header.num_channels + store_->header().channel_of(key)].push_back(
         position);
   }
+  // An answer is as large as what was asked for; a part may exceed this by one row.
+  const std::size_t most_bytes = std::min(kBytesPerRequest, options_.max_message_bytes / 2);
   for (std::uint32_t d = 0; d < by_destination_.size(); ++d) {
-    const std::span<const std::uint32_t> positions = by_destination_[d];
-    for (std::size_t sent = 0; sent < positions.size(); sent += kKeysPerRequest)
-      send_request(request_id, pending, d,
-                   positions.subspan(sent, std::min(kKeysPerRequest, positions.size() - sent)));
+    std::span<const std::uint32_t> positions = by_destination_[d];
+    while (!positions.empty()) {
+      std::size_t part = 0, value_bytes = 0;
+      do value_bytes += store_->value_bytes(op, pending.keys[positions[part++]]);
+      while (part < std::min(kKeysPerRequest, positions.size()) && value_bytes < most_bytes);
+      send_request(request_id, pending, d, positions.first(part), reads(op) ? 0 : value_bytes);
+      positions = positions.subspan(part);
+    }
   }
   store_->count(user_id_,
                 reads(op)         ? kRemotePulls
@@ -74,16 +81,8 @@ std::int64_t Worker::ask_owners(Op op, const std::int64_t* keys, std::size_t cou
 }
 
 void Worker::send_request(std::int64_t request_id, const Pending& pending, std::uint32_t destination,
-                          std::span<const std::uint32_t> positions) {
-  const SlabHeader& header = store_->header();
+                          std::span<const std::uint32_t> positions, std::size_t value_bytes) {
   const std::size_t count = positions.size();
-  std::size_t value_bytes = 0;
-  if (!reads(pending.op)) {
-    if (header.num_classes == 1)
-      value_bytes = count * store_->value_bytes(pending.op, pending.keys[0]);
-    else
-      for (const std::uint32_t p : positions) value_bytes += store_->value_bytes(pending.op, pending.keys[p]);
-  }
   Writer writer(sizeof(RequestHead) + count * 8 + 2 * padded(count * 4) + value_bytes);
   writer.put(RequestHead{first_wire_id_ + static_cast<std::uint64_t>(request_id), endpoint_->id(),
                          static_cast<std::uint32_t>(pending.op)});
@@ -98,7 +97,7 @@ void Worker::send_request(std::int64_t request_id, const Pending& pending, std::
     if (!reads(pending.op))
       writer.put_bytes(pending.places[p], store_->value_bytes(pending.op, pending.keys[p]));
   }
-  const std::uint32_t channels = header.num_channels;
+  const std::uint32_t channels = store_->header().num_channels;
   endpoint_->send(channel_endpoint(destination / channels, destination % channels), Kind::kRequest,
                   static_cast<std::uint32_t>(count), writer.finish());
 }
@@ -141,7 +140,8 @@ void Worker::take_answer(const Answer& answer) {
     const std::int64_t key = pending.keys[p];
     if (reads(pending.op)) {
       const std::size_t size = store_->value_bytes(pending.op, key);
-      std::memcpy(pending.places[p], reader.take_bytes(size), size);
+      const std::byte* value = reader.take_bytes(size);
+      if (!pending.places.empty()) std::memcpy(pending.places[p], value, size);
     }
     if (epochs[i] > pending.epochs[p]) learn(key, head.owner, epochs[i]);
   }

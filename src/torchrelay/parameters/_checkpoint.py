@@ -95,6 +95,7 @@ def load_rows(table: Table, state: dict[str, Any]) -> None:
     values_only = "rows" not in state
     given = state["weight" if values_only else "rows"]
     _refuse_together(table, _misfit(table, given, values_only))
+    table.sync()  # earlier pushes are not applied to the new rows
     start, end = key_range(table.num_keys, table.worker_index, table.workers)
     mine = (
         given.rows

@@ -137,6 +137,7 @@ class _TableModule(nn.Module):
         )
         rows = torch.empty(end - start, self.embedding_dim, dtype=self.table.dtype)
         init = self.table.server.init
+        self.table.sync()  # earlier pushes are not applied to the new rows
         fill = {"uniform": nn.init.uniform_, "normal": nn.init.normal_}.get(init.kind)
         self.table.set(
             torch.arange(start, end), fill(rows, init.a, init.b) if fill else rows.fill_(init.a)

@@ -328,7 +328,11 @@ class Table(Resource):
     def close(self) -> None:
         """Leave the table. Collective and idempotent. Every later use raises UnavailableError."""
         if self._forget():
-            self._worker.close()
+            try:
+                self._worker.close()
+            except BaseException:
+                self._server.abort()
+                raise
             self._server.close()
 
     def _forget(self) -> bool:

@@ -51,6 +51,7 @@ class _KeyAccess(Resource):
             server.addresses,
             settings.timeout_s,
             settings.max_unfinished,
+            server.topology.transport.max_message_bytes,
         )
         self._closed = False
         self._end = weakref.finalize(self, server.ending.worker_ends, worker_id)

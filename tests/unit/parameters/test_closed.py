@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import os
+import threading
 from functools import partial
 from typing import Any
 
@@ -13,7 +15,7 @@ import torch
 
 from nodes import SETTINGS, in_threads, on_nodes
 from torchrelay import _native
-from torchrelay.errors import PeerLostError, UnavailableError
+from torchrelay.errors import OperationTimeoutError, PeerLostError, UnavailableError
 from torchrelay.parameters import Embedding, Server, Table, Worker, optim
 from torchrelay.parameters._topology import Topology
 from waiting import eventually
@@ -105,6 +107,30 @@ def test_dropped_tables_hold_no_descriptors_or_threads() -> None:
         eventually(lambda: _descriptors_and_threads() <= before)
     finally:
         gc.enable()
+
+
+def test_a_table_whose_worker_cannot_finish_leaves_when_it_is_closed() -> None:
+    network = _native.MemoryNetwork()
+    left = threading.Event()
+
+    def body(server: Server, worker: Worker) -> None:
+        table = Table(server, worker)
+        if server.node == 1:
+            left.wait()
+            return server.abort()
+        network.cut("node1")
+        try:
+            table.push(torch.tensor([1]), torch.ones(1, 1), wait=False)
+            with pytest.raises(OperationTimeoutError):
+                table.close()
+            with pytest.raises(UnavailableError, match="has left the table"):
+                server.check_open()
+            table.close()
+        finally:
+            left.set()
+
+    settings = dataclasses.replace(SETTINGS, timeout_s=3.0)
+    on_nodes(2, body, table={"keys": 2}, network=network, settings=settings)
 
 
 def test_a_closed_worker_raises_and_another_takes_its_place() -> None:

@@ -60,6 +60,23 @@ def test_a_push_that_finds_no_room_in_time_has_changed_nothing() -> None:
     on_nodes(2, body, table={"keys": 2}, network=network, settings=settings)
 
 
+def test_requests_and_answers_stay_below_the_size_limit_of_messages() -> None:
+    limit_bytes, keys = 1 << 20, torch.arange(1, 3000, 2)  # rows of a kilobyte
+    transport = dataclasses.replace(
+        config.load(config.TransportSettings), max_message_bytes=limit_bytes
+    )
+    network = _native.TcpNetwork(token=bytes(16), max_message_bytes=limit_bytes)
+
+    def body(server: Server, worker: Worker) -> None:
+        if server.node == 0:
+            worker.push(keys, torch.ones(len(keys), 256))
+            assert (pulled(worker, keys, 256) == 1).all()
+        worker.barrier()
+
+    table = {"keys": 3000, "length": 256}
+    on_nodes(2, body, table=table, network=network, transport=transport)
+
+
 @pytest.mark.parametrize("network", [{}, FAULTY], ids=["ideal", "faulty"])
 def test_rows_that_moved_and_fell_out_of_use_are_evicted(network: dict[str, float]) -> None:
     """Three nodes use far more keys than fit, wherever their homes are; locations learnt before are

@@ -61,7 +61,7 @@ def test_what_makes_no_sense_is_refused() -> None:
             {"name": "other"},
             {"apply_gradients": "step"},
         ):
-            with pytest.raises(ArgumentError, match="of a new table"):
+            with pytest.raises(ArgumentError, match="only for a new table"):
                 Embedding(ROWS, DIM, table=table, **option)
         Embedding(ROWS, DIM, table=table, device="cpu", dtype=torch.float32, sparse=True)
     unknown: tuple[dict[str, Any], ...] = ({"apply_gradients": "never"}, {"reduction": "max"})

@@ -13,7 +13,15 @@ import torch
 from nodes import FAULTY, SETTINGS, on_nodes, pulled
 from torchrelay import _native, config
 from torchrelay.errors import ArgumentError, MismatchError, OperationTimeoutError, PeerLostError
-from torchrelay.parameters import KeyInit, Server, Topology, UpdateRule, Worker
+from torchrelay.parameters import (
+    Embedding,
+    KeyInit,
+    Server,
+    Table,
+    Topology,
+    UpdateRule,
+    Worker,
+)
 from waiting import eventually
 
 TECHNIQUES = ["all", "replication_only", "relocation_only"]
@@ -209,6 +217,67 @@ def test_optimizers_step_at_the_owner(kind: str) -> None:
         )
 
     on_nodes(3, body, table=table)
+
+
+def test_a_replica_equals_its_owner_after_a_sync() -> None:
+    """A replica applies each push, its owner their sum: two steps of an optimizer, and one."""
+    settings = dataclasses.replace(SETTINGS, sync_threshold=1e9)
+    key = torch.tensor([0])
+
+    def body(server: Server, worker: Worker) -> tuple[torch.Tensor, float]:
+        worker.intent(key, 0, 100)
+        if server.node == 1:
+            eventually(lambda: server.statistics()["replicas"] == 1)
+            for _ in range(2):
+                worker.push(key, torch.ones(1))
+        for _ in range(3):
+            worker.barrier()
+            worker.wait_sync()
+        worker.barrier()
+        row = torch.empty(1, 2)
+        worker.pull_rows(key, row)
+        return row, server.statistics()["refreshes"]
+
+    (owned, refreshes), (replicated, _) = on_nodes(
+        2,
+        body,
+        table={"keys": 2, "rule": UpdateRule("adagrad", lr=0.1)},
+        settings=settings,
+        techniques="replication_only",
+    )
+    assert torch.equal(owned, replicated)
+    assert refreshes == 1
+
+
+def test_pushes_before_a_load_do_not_change_the_loaded_rows() -> None:
+    settings = dataclasses.replace(SETTINGS, sync_threshold=1e9)
+    key = torch.tensor([0])
+
+    def body(server: Server, worker: Worker) -> None:
+        table = Table(server, worker)
+        module = Embedding(4, 1, table=table)
+        table.intent(key, 0, 100)
+        if server.node == 1:
+            eventually(lambda: server.statistics()["replicas"] == 1)
+        worker.barrier()
+        rows = torch.ones(4, 1)
+        for load in (
+            lambda: table.load_state_dict({"rows": rows}),
+            lambda: table.load_state_dict({"weight": rows}),
+            module.reset_parameters,
+        ):
+            if server.node == 1:
+                table.push(key, torch.full((1, 1), 5.0))
+            load()
+            assert table.pull(key) == 1
+
+    on_nodes(
+        2,
+        body,
+        table={"keys": 4, "rule": UpdateRule("sgd", lr=1.0), "init": KeyInit("constant", 1.0)},
+        settings=settings,
+        techniques="replication_only",
+    )
 
 
 def test_keys_made_at_first_use_over_nodes() -> None:

@@ -41,6 +41,7 @@ class OwnerSide {
   struct Replica {
     std::uint16_t node;
     bool lent = false;              // for one use, without optimizer state
+    bool has_stepped = false;       // it has applied its pushes one by one, the owner their sum
     std::uint32_t version = 0;      // that the node has or will have by what was sent
     std::uint32_t row_version = 0;  // of its optimizer state
     std::uint32_t sent_in = 0;      // the round in which its last row was sent

@@ -29,6 +29,7 @@ using ChannelAddresses = std::vector<std::string>;
 struct WorkerOptions {
   std::chrono::milliseconds timeout{300000};
   std::size_t max_unfinished = 1024;  // operations; a further one first waits for another to end
+  std::size_t max_message_bytes = std::size_t{1} << 30;  // see NetworkOptions
 };
 
 class Worker {
@@ -46,6 +47,9 @@ class Worker {
   // timestamp. `holder` keeps keys and values alive until then.
   std::int64_t access(Op op, const std::int64_t* keys, std::size_t count, std::byte* values,
                       std::size_t size_bytes, std::shared_ptr<void> holder);
+  // Blocks until all is done. If it throws, what is answered later is not written to `values`.
+  void access_and_wait(Op op, const std::int64_t* keys, std::size_t count, std::byte* values,
+                       std::size_t size_bytes);
   // False, and nothing is asked of other nodes, unless all keys are here.
   bool pull_if_local(const std::int64_t* keys, std::size_t count, std::byte* values, std::size_t size_bytes);
 
@@ -73,7 +77,7 @@ class Worker {
   struct Pending {
     Op op;
     std::vector<std::int64_t> keys;     // those that were missed, in the order of the request
-    std::vector<std::byte*> places;     // where each one's value lies
+    std::vector<std::byte*> places;     // where each one's value lies; none: the caller has given up
     std::vector<std::uint32_t> epochs;  // how recent the knowledge was by which each was sent
     std::size_t remaining;
     std::shared_ptr<void> holder;
@@ -89,7 +93,7 @@ class Worker {
                           std::shared_ptr<void> holder);
   void drop_overwritten(const std::int64_t* keys, std::size_t count);
   void send_request(std::int64_t request_id, const Pending& pending, std::uint32_t destination,
-                    std::span<const std::uint32_t> positions);
+                    std::span<const std::uint32_t> positions, std::size_t value_bytes);
   void take_answer(const Answer& answer);
   bool is_early(const Pending& pending, const std::uint32_t* positions, std::size_t count) const;
   bool take_early_answers();
