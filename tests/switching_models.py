@@ -250,6 +250,13 @@ def not_a_module() -> int:
     return 3
 
 
+def fragile(broken: str) -> nn.Module:
+    """Cannot be built while the file `broken` exists."""
+    if os.path.exists(broken):
+        raise ValueError("cannot be built now")
+    return Slow()
+
+
 def failing() -> nn.Module:
     raise ValueError("cannot be built")
 

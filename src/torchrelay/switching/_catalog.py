@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -105,8 +106,12 @@ class Catalog:
                 self.residency.arena.evict(name)
                 served.apply_regroup()
 
-    def build(self) -> None:
-        """Let one idle worker build a module that it lacks; the others serve meanwhile."""
+    def build(self, pause_training: Callable[[], None]) -> None:
+        """Let one idle worker build a module that it lacks; the others serve meanwhile.
+
+        A module that it could not build it tries again for a request only. Training makes way for
+        the first build of a model.
+        """
         if self._building is not None:
             return
         for worker in self.fleet.workers:
@@ -114,11 +119,17 @@ class Catalog:
                 continue
             for name, served in self.models.items():
                 outdated = worker.loaded.get(name) != served.key
-                if outdated and served.error is None and name not in self._leaving:
+                has_failed = served.error is not None or name in worker.failed
+                if outdated and not has_failed and name not in self._leaving:
                     self._building = worker, served
                     worker.work_for(self, self.options.start_timeout_s)
                     self.send_build(worker, served)
                     return
+        if any(
+            not (served.is_settled or served.profiling or name in self._leaving)
+            for name, served in self.models.items()
+        ):
+            pause_training()
 
     def send_build(self, worker: WorkerProcess, served: Served) -> None:
         """Let `worker` build the model's module, or switch to its new groups."""
@@ -132,6 +143,7 @@ class Catalog:
         """Ask for a profile once the first worker has built the model."""
         self._building = None
         worker.release()
+        worker.note_built(built)
         served = self.models.get(built.model)
         if served is None or served.model.version != built.version:
             return
@@ -141,7 +153,7 @@ class Catalog:
             self._fail(served, from_json(built.error, ModelError))
             return
         served.profiling = True
-        profile = load_profile(self._profile_file(served))
+        profile = load_profile(self._profile_file(served), len(served.model.layout.storages))
         if profile is not None:
             self._group(served, profile)
             return
@@ -198,6 +210,7 @@ class Catalog:
         for model in self._leaving.pop(name):
             self.link.unregister(model.bytes(0, model.size_bytes))
         for worker in self.fleet.workers:
+            worker.failed.discard(name)
             if worker.loaded.pop(name, None) is not None:
                 worker.send(_messages.Unload(name))
 

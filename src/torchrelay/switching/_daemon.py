@@ -79,7 +79,14 @@ class Daemon:
         return self.catalog.add(model, priority)
 
     def submit(self, request: Request) -> None:
-        """Queue `request`, or fail its future."""
+        """Queue `request`, or fail its future.
+
+        Raises:
+            ArgumentError: its inputs are not the model's.
+        """
+        served = self.catalog.models.get(request.model)
+        if served is not None:
+            served.model.check_inputs(request.inputs)
         try:
             self._check_open()
             self._check_model(request.model)
@@ -130,7 +137,7 @@ class Daemon:
             self._end(UnavailableError("the switcher was closed before it was done"))
             return math.inf
         self.catalog.retire(self.dispatcher.model)
-        self.catalog.build()
+        self.catalog.build(self.training.pause)
         for request, error in self.queue.take_expired():
             self.counts["expired"] += 1
             self.dispatcher.fail([request], error)

@@ -19,7 +19,6 @@ import torch
 from torchrelay.config import Switching
 from torchrelay.errors import (
     ModelError,
-    NotFoundError,
     SegmentError,
     TorchRelayError,
     UnavailableError,
@@ -103,7 +102,7 @@ class Dispatcher:
             running = []
             for one in batch:
                 self.queue.remove(one)
-                if one.future.running() or one.future.set_running_or_notify_cancel():
+                if one.claim():
                     running.append(one)
             if running:
                 self._start(running, served, worker, pinned)
@@ -111,18 +110,9 @@ class Dispatcher:
             self.residency.arena.release(request.model)
 
     def fail(self, requests: list[Request], error: TorchRelayError) -> None:
-        """Set the error of a request, unless it has a result or was cancelled.
-
-        The requests of a batch run again, each alone.
-        """
-        ends = isinstance(error, UnavailableError | NotFoundError)
-        splits = len(requests) > 1 and not ends and requests[0].model in self.catalog.models
+        """Set the error of each request that has no result and was not cancelled."""
         for one in requests:
-            if not splits:
-                self.loop.later(partial(one.fail, error))
-            elif not one.is_alone:  # of two failures of one run, the first counts
-                one.is_alone = True
-                self.queue.push_back(one)
+            self.loop.later(partial(one.fail, error))
 
     # --- events
 
@@ -136,26 +126,27 @@ class Dispatcher:
         """Fail the request whose model could not be copied."""
         if self.run is not None and self.model == model:
             text = f"copying model {model!r} to the arena failed: {error}"
-            self.fail(self.run.requests, SegmentError(text))
+            self._fail_run(self.run, SegmentError(text))
             self.run.worker.send(_messages.Stop(self.run.run_id))
 
     def on_message(self, worker: WorkerProcess, message: object, _: list[int]) -> None:
         """Complete what runs."""
-        if isinstance(message, _messages.Built):
-            return  # the module that the run needed
+        if isinstance(message, _messages.Built):  # the module that the run needed
+            worker.note_built(message)
+            return
         run = self._ended()
         worker.last_model = run.served.name
         worker.release()
         is_profile = run.requests[0].is_profile
         if isinstance(message, _messages.Failed):
             self.counts["failed"] += not is_profile and len(run.requests) == 1
-            self.fail(run.requests, from_json(message.error, ModelError))
+            self._fail_run(run, from_json(message.error, ModelError))
         elif isinstance(message, _messages.Result):
             try:
                 result = message.profile if is_profile else self._reply(run, message)
             except Exception as error:  # a failure of one request must not end the others
                 text = f"the reply of model {run.served.name!r} could not be read: {error}"
-                self.fail(run.requests, UnavailableError(text))
+                self._fail_run(run, UnavailableError(text))
             else:
                 self.loop.later(partial(_answer, run.requests, result))
 
@@ -170,13 +161,27 @@ class Dispatcher:
             # A worker that dies before it starts the request costs the request no attempt.
             request.attempts += 1
         can_retry = request.attempts < _MAX_ATTEMPTS and not worker.is_late and not is_batch
-        if can_retry and request.model in self.catalog.models:
+        if can_retry and self._is_served(run) and not request.future.done():
             self.counts["retried"] += 1
             self.queue.push_back(request)
             return
         self.counts["failed"] += not (request.is_profile or is_batch)
         did = f"ran model {request.model!r}; tried {request.attempts} times"
-        self.fail(run.requests, worker.loss(did))
+        self._fail_run(run, worker.loss(did))
+
+    def _fail_run(self, run: RunningBatch, error: TorchRelayError) -> None:
+        """Fail what runs; the requests of a batch run again, each alone."""
+        if len(run.requests) == 1 or not self._is_served(run):
+            self.fail(run.requests, error)
+            return
+        for one in run.requests:
+            if not one.is_alone:  # of two failures of one run, the first counts
+                one.is_alone = True
+                self.queue.push_back(one)
+
+    def _is_served(self, run: RunningBatch) -> bool:
+        """Return whether the model of `run` was neither removed nor replaced meanwhile."""
+        return self.catalog.models.get(run.served.name) is run.served
 
     def _batch(self, request: Request, served: Served) -> list[Request]:
         """Return the requests to run with `request`; none while more may join them."""

@@ -73,6 +73,7 @@ class WorkerProcess:
         self.user: WorkerUser | None = None  # None: it is idle
         self.has_reader = False  # a caller's thread reads the channel
         self.loaded: dict[str, tuple[int, int]] = {}  # model -> (version, plan)
+        self.failed: set[str] = set()  # models that it could not build
         self.last_model = ""
         self.last_used = 0.0
         self.exit_reason = ""  # once it is lost
@@ -92,6 +93,12 @@ class WorkerProcess:
     def release(self) -> None:
         """Mark the worker as idle."""
         self.user, self.due, self.last_used = None, math.inf, time.monotonic()
+
+    def note_built(self, built: _messages.Built) -> None:
+        """Note that the worker lacks a module that it could not build."""
+        if built.error is not None:
+            self.loaded.pop(built.model, None)
+            self.failed.add(built.model)
 
     def end(self, reason: str) -> None:
         """Kill the process, unless it is dead, and reap it. Idempotent."""

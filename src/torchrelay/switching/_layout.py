@@ -91,7 +91,8 @@ def layout_of(module: torch.nn.Module) -> tuple[ModelLayout, list[ModelStorage]]
     """Return the layout of `module`, and its storages, in the order of registration.
 
     Raises:
-        UnsupportedError: a tensor has no plain storage (sparse, quantized by subclass, fake).
+        UnsupportedError: a tensor has no plain storage (sparse, quantized by subclass, fake), or
+            its values are not those of its storage (conjugated, negated).
     """
     storages: dict[int, ModelStorage] = {}  # by address
     specs: dict[int, TensorSpec] = {}  # by the tensor's id
@@ -139,6 +140,11 @@ def _storage_of(path: str, tensor: torch.Tensor) -> torch.UntypedStorage:
         raise UnsupportedError(
             f"{path} is a {type(tensor).__name__} of layout {tensor.layout} on {tensor.device}; "
             "only plain dense tensors can be shared"
+        )
+    if tensor.is_conj() or tensor.is_neg():
+        raise UnsupportedError(
+            f"{path} is a conjugated or negated view, which shares its memory with the original: "
+            "keep its .resolve_conj().resolve_neg() instead"
         )
     return tensor.untyped_storage()
 

@@ -106,13 +106,17 @@ def _time(
     return (spans + [0.0] * count)[:count]
 
 
-def load_profile(file: Path | None) -> Profile | None:
-    """Return the profile in `file`; None without one, or if it is damaged."""
+def load_profile(file: Path | None, storages: int) -> Profile | None:
+    """Return the profile in `file` of a model of so many `storages`; None without one, or if it is
+    damaged.
+    """
     try:
         layers = json.loads(file.read_text()) if file is not None else None
         if not isinstance(layers, list):
             return None
-        return tuple(Layer(tuple(map(int, one)), float(seconds)) for one, seconds in layers)
+        profile = tuple(Layer(tuple(map(int, one)), float(seconds)) for one, seconds in layers)
+        found = sorted(storage for layer in profile for storage in layer.storages)
+        return profile if found == list(range(storages)) or not profile else None
     except (OSError, ValueError, TypeError):
         return None
 

@@ -86,6 +86,12 @@ class Request:
         """What requests of one batch have in common."""
         return {name: (tensor.dtype, tensor.shape[1:]) for name, tensor in self.inputs.items()}
 
+    def claim(self) -> bool:
+        """Mark the request as running; return False if it has a result or was cancelled."""
+        return self.future.running() or (
+            not self.future.done() and self.future.set_running_or_notify_cancel()
+        )
+
     def succeed(self, result: object) -> None:
         """Set the result; the end of the daemon may have set an error first."""
         try:
@@ -95,9 +101,7 @@ class Request:
 
     def fail(self, error: TorchRelayError) -> None:
         """Set the error, unless there is a result or the request was cancelled."""
-        if not self.future.done() and (
-            self.future.running() or self.future.set_running_or_notify_cancel()
-        ):
+        if self.claim():
             self.future.set_exception(error)
 
 

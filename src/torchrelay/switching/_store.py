@@ -117,6 +117,16 @@ class StoredModel:
     def size_bytes(self) -> int:
         return self.segment.size_bytes
 
+    def check_inputs(self, inputs: Mapping[str, torch.Tensor]) -> None:
+        """Raise :class:`ArgumentError` unless the model takes `inputs`."""
+        if inputs.keys() != self.specs.keys():
+            raise ArgumentError(
+                f"model {self.name!r} takes the inputs {', '.join(sorted(self.specs))}; got "
+                f"{', '.join(sorted(inputs)) or 'none'}"
+            )
+        for name, tensor in inputs.items():
+            self.specs[name].check(tensor)
+
     def storage(self, index: int) -> torch.Tensor:
         """Return the bytes of one storage as a uint8 tensor, without copying."""
         start = self.offsets[index]

@@ -218,9 +218,9 @@ class Switcher(Resource):
     ) -> TrainingHandle:
         """Run `steps` training steps while no request runs; return a handle.
 
-        A request preempts the task at the end of a step: its state is written to host memory and it
-        resumes, in whatever worker, bit for bit. A worker that dies costs the steps since the last
-        state.
+        A request, or a model to load, preempts the task at the end of a step: its state is written
+        to host memory and it resumes, in whatever worker, bit for bit. A worker that dies costs the
+        steps since the last state.
 
         Args:
             factory: builds the task: an object with `step(index)`, `state_dict()` and
@@ -280,27 +280,13 @@ class Switcher(Resource):
     ) -> Request:
         _check_priority(priority)
         check_tensors(inputs)
-        self._check_inputs(name, inputs)
+        self._check_size("the inputs", [value.nbytes for value in inputs.values()])
         deadline = math.inf if deadline_s is None else time.monotonic() + deadline_s
         plain = {
             key: value.detach().to("cpu", copy=copies) if copies or not value.is_cpu else value
             for key, value in inputs.items()
         }
         return Request(name, plain, priority=priority, deadline=deadline, client=client)
-
-    def _check_inputs(self, name: str, inputs: Mapping[str, torch.Tensor]) -> None:
-        served = self._daemon.catalog.models.get(name)
-        if served is None:
-            return  # the daemon answers, in order with loads and unloads before
-        specs = served.model.specs
-        if inputs.keys() != specs.keys():
-            raise ArgumentError(
-                f"model {name!r} takes the inputs {', '.join(sorted(specs))}; got "
-                f"{', '.join(sorted(inputs)) or 'none'}"
-            )
-        for key, value in inputs.items():
-            specs[key].check(value)
-        self._check_size("the inputs", [value.nbytes for value in inputs.values()])
 
     def _check_size(self, what: str, sizes: list[int]) -> None:
         size_bytes, limit = sum(map(align, sizes)), self._daemon.options.request_bytes

@@ -15,12 +15,14 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import switching_models as models
 from torchrelay.errors import (
+    ModelError,
     NotFoundError,
     OperationTimeoutError,
     PeerLostError,
@@ -73,6 +75,11 @@ def slow_inputs(seconds: float) -> dict[str, torch.Tensor]:
 
 def pids(switcher: Switcher, state: str) -> list[int]:
     return [worker["pid"] for worker in switcher.status()["workers"] if worker["state"] == state]
+
+
+def status_of(switcher: Switcher, name: str) -> dict[str, Any]:
+    (found,) = [model for model in switcher.status()["models"] if model["name"] == name]
+    return dict(found)
 
 
 def two_standby(switcher: Switcher) -> None:
@@ -218,6 +225,30 @@ def test_a_factory_that_hangs_ends_alone(store: ModelStore) -> None:
             store.remove("hanging")
 
 
+def test_with_one_worker_a_model_is_loaded_during_training_and_built_again_for_a_request(
+    store: ModelStore, tmp_path: Path
+) -> None:
+    broken = tmp_path / "broken"
+    inputs = {"x": (torch.float32, (-1, 8)), "seconds": (torch.float32, ())}
+    store.add("fragile", models.fragile, kwargs={"broken": str(broken)}, inputs=inputs)
+    with Switcher(
+        store, arena_bytes=600 << 10, threads=1, workers=1, start_timeout_s=WAIT_S
+    ) as made:
+        handle = made.train("task", models.Training, kwargs={"pace_s": 0.1}, steps=10**6)
+        eventually(lambda: bool(pids(made, "training")))
+        made.load("fragile", timeout_s=WAIT_S)
+        assert not handle.done and handle.preemptions > 0
+        handle.cancel()
+        broken.touch()
+        os.kill(made.status()["workers"][0]["pid"], signal.SIGKILL)
+        with pytest.raises(ModelError, match=r"could not build it: .*cannot be built now"):
+            made.infer("fragile", slow_inputs(0.0))
+        made.load("slow", timeout_s=WAIT_S)  # the worker serves what it can build
+        broken.unlink()
+        assert made.infer("fragile", slow_inputs(0.0))["output"].shape == (1, 8)
+    store.remove("fragile")
+
+
 def test_a_large_output_is_served_when_no_descriptor_is_left(
     switcher: Switcher, store: ModelStore
 ) -> None:
@@ -290,6 +321,55 @@ def test_a_model_replaced_while_it_is_profiled_gets_a_profile_of_its_own(
         torch.testing.assert_close(reply.outputs["output"], expected)
     switcher.unload("changing")
     store.remove("changing")
+
+
+def test_a_run_of_a_replaced_model_is_not_repeated_on_the_new_one(
+    switcher: Switcher, store: ModelStore
+) -> None:
+    two_standby(switcher)
+    inputs = {"x": (torch.float32, (-1, 8)), "seconds": (torch.float32, ())}
+    store.add("changing", models.slow, inputs=inputs)
+    switcher.load("changing", timeout_s=WAIT_S)
+    two_standby(switcher)
+    future = switcher.submit("changing", slow_inputs(4.0))
+    eventually(lambda: bool(pids(switcher, "running")))
+    (pid,) = pids(switcher, "running")
+    os.kill(pid, signal.SIGSTOP)
+    version = store.add("changing", models.slow, inputs=inputs, seed=7).version
+    with ThreadPoolExecutor(1) as pool:
+        load = pool.submit(switcher.load, "changing", timeout_s=WAIT_S)
+        eventually(lambda: status_of(switcher, "changing")["version"] == version)
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(PeerLostError, match="while it ran model 'changing'"):
+            future.result(WAIT_S)
+        load.result(WAIT_S)
+    assert switcher.infer("changing", slow_inputs(0.0))["output"].shape == (1, 8)
+    switcher.unload("changing")
+    store.remove("changing")
+
+
+def test_a_worker_that_dies_after_its_copy_failed_ends_one_request(
+    switcher: Switcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    two_standby(switcher)
+    switcher.unload("chain")
+    switcher.load("chain", timeout_s=WAIT_S)
+    eventually(lambda: all(block["model"] != "chain" for block in switcher.status()["blocks"]))
+    stopped: list[int] = []
+
+    def stop_and_fail(copies: object) -> Callable[[], None]:
+        stopped.extend(pids(switcher, "running"))
+        os.kill(stopped[0], signal.SIGSTOP)
+        return broken(copies)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(switcher._link, "start", stop_and_fail)
+        with pytest.raises(SegmentError, match="the link is down"):
+            switcher.submit("chain", {"x": X}).result(WAIT_S)
+    os.kill(stopped[0], signal.SIGKILL)
+    two_standby(switcher)
+    assert switcher.infer("chain", {"x": X})["output"].shape == (1, 64)
+    assert switcher.failure is None
 
 
 def test_a_copy_that_fails_is_an_error_and_the_next_request_is_served(

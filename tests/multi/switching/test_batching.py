@@ -109,6 +109,18 @@ def test_a_cancelled_request_takes_no_place(switcher: Switcher) -> None:
         check(futures[index], index, 4)
 
 
+def test_a_batch_cancelled_as_it_starts_harms_nobody(
+    switcher: Switcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As if the cancelling threads had not taken their requests off the queue yet.
+    monkeypatch.setattr(switcher._daemon, "forget", lambda request: None)
+    futures = [ask(switcher, float(index)) for index in range(3)]
+    assert all(future.cancel() for future in futures)
+    monkeypatch.setattr(switcher._daemon.dispatcher, "fills_batches", False)  # starts them
+    assert switcher.infer("single", {"x": torch.ones(1, 8)})["rows"].tolist() == [1]
+    assert switcher.failure is None and not switcher.status()["queue"]
+
+
 def test_without_a_delay_only_what_waits_anyway_is_joined(switcher: Switcher) -> None:
     x = torch.ones(1, 8)
     assert switcher.infer("eager", {"x": x})["rows"].tolist() == [1]

@@ -174,6 +174,28 @@ def test_wrong_inputs_and_names_are_refused_and_the_next_request_is_served(
     assert switcher.infer("chain0", {"x": ones})["output"].shape == (1, 64)
 
 
+def test_inputs_are_checked_against_the_model_that_they_reach(
+    switcher: Switcher, store: ModelStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(CapacityError, match="a request at most"):
+        switcher.infer("nothing", {"x": torch.ones(1 << 14, 64)})
+    made = switcher._request
+
+    def late(*args: Any, **kwargs: Any) -> Any:
+        request = made(*args, **kwargs)
+        store.add("late", models.chain, inputs={"x": X})
+        switcher.load("late", timeout_s=WAIT_S)
+        return request
+
+    monkeypatch.setattr(switcher, "_request", late)
+    with pytest.raises(ArgumentError, match="the model takes"):
+        switcher.infer("late", {"x": torch.ones(1, 63)})
+    with pytest.raises(ArgumentError, match="takes the inputs x; got y"):
+        switcher.submit("late", {"y": torch.ones(1, 64)})
+    switcher.unload("late")
+    store.remove("late")
+
+
 def test_a_model_is_profiled_with_its_example(switcher: Switcher, store: ModelStore) -> None:
     guessed = (torch.float32, (-1, -1))
     store.add("folded", models.folded, inputs={"x": guessed})

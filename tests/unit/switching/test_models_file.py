@@ -78,13 +78,16 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
 def test_profiles_are_kept_between_runs_and_damaged_ones_taken_anew(tmp_path: Path) -> None:
     profile = (Layer((0, 2), 0.5), Layer((1,), 0.25))
     file = tmp_path / "cache" / "key.json"
-    assert load_profile(file) is None
+    assert load_profile(file, 3) is None
     save_profile(file, profile)
-    assert load_profile(file) == profile
+    assert load_profile(file, 3) == profile
+    assert load_profile(file, 2) is None and load_profile(file, 4) is None  # of another model
+    save_profile(file, ())  # of a model that is not split
+    assert load_profile(file, 3) == ()
     for damage in ("", "{}", '[{"module": 1}]', "[[1, 2]]", "[[[0], 1.0, 2]]"):
         file.write_text(damage)
-        assert load_profile(file) is None
+        assert load_profile(file, 1) is None
     (tmp_path / "file").write_text("")
     save_profile(tmp_path / "file" / "key.json", profile)  # cannot be kept: no error
     save_profile(None, profile)
-    assert load_profile(None) is None
+    assert load_profile(None, 3) is None

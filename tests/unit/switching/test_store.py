@@ -211,6 +211,23 @@ def test_a_tensor_that_is_not_plain_is_refused() -> None:
         layout_of(module)
 
 
+@pytest.mark.parametrize("view", ["conjugated", "negated", "adjoint"])
+def test_a_view_that_torch_conjugates_or_negates_when_read_is_refused(view: str) -> None:
+    values = torch.complex(torch.ones(2, 2), torch.arange(4.0).reshape(2, 2))
+    views = {
+        "conjugated": values.conj(),
+        "negated": values.conj().imag,
+        "adjoint": torch.nn.Parameter(values.mH),
+    }
+    module = torch.nn.Module()
+    setattr(module, view, views[view])
+    with pytest.raises(UnsupportedError, match=rf"{view} is a .*keep its \.resolve_conj\(\)"):
+        layout_of(module)
+    delattr(module, view)
+    setattr(module, view, views[view].resolve_conj().resolve_neg())
+    layout_of(module)
+
+
 def test_a_second_add_replaces_the_model_and_counts_the_version() -> None:
     with ModelStore() as store:
         first = store.add("c", models.chain, inputs={"x": torch.zeros(1, 64)})
