@@ -107,15 +107,20 @@ def libssl_path() -> str:
 
 
 def network(
-    settings: TransportSettings, *, token: bytes, interface: str = "127.0.0.1"
+    settings: TransportSettings,
+    *,
+    token: bytes,
+    interface: str = "127.0.0.1",
+    peer_timeout_s: float | None = None,
 ) -> _native.TcpNetwork:
-    """Create this process's network for nodes of the parameter manager.
+    """Create this process's network for nodes of the parameter manager or ranks of ``mpi``.
 
     With a key, its TCP connections are encrypted; local ones, through Unix sockets, are not.
 
     Args:
         token: the same 16 bytes on all nodes.
         interface: the address at which other hosts reach this one; default: none can.
+        peer_timeout_s: instead of that of ``settings``; 0: a peer may read nothing for any time.
 
     Raises:
         ConfigError: the key is invalid.
@@ -127,5 +132,5 @@ def network(
         interface=interface,
         max_message_bytes=settings.max_message_bytes,
         local_sockets=settings.local_sockets,
-        peer_timeout_s=settings.peer_timeout_s,
+        peer_timeout_s=settings.peer_timeout_s if peer_timeout_s is None else peer_timeout_s,
     )

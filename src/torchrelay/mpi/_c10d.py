@@ -182,7 +182,6 @@ class C10dTransport:
         self, ranks: Ranks, mailbox: Mailbox, peers: list[int], kinds: dict[str, str], path: str
     ) -> None:
         self.rank, self.size = ranks.rank, ranks.size
-        self.most_bytes = mailbox.most_bytes
         self.idle_headers: list[Headers] = []
         self._ranks, self._mailbox, self._peers, self._path = ranks, mailbox, peers, path
         self._kinds = kinds if self.size > 1 else {}
@@ -373,6 +372,9 @@ class C10dTransport:
 
     # Messages
 
+    def cut(self, memory: Tensor) -> Sequence[Tensor]:
+        return [memory]
+
     def isend(self, memory: Tensor, dest: int, tag: int) -> Testable:
         if dest != PROC_NULL:
             contents = flat_bytes(memory).numpy().data
@@ -382,7 +384,7 @@ class C10dTransport:
     def irecv(self, memory: Tensor, source: int, tag: int) -> Incoming:
         incoming = Incoming(self.poll, memory, source, tag)
         if source != PROC_NULL:
-            self._mailbox.channels[self._channel].expect(incoming)
+            self._mailbox.expect(self._channel, incoming)
         return incoming
 
     def poll(self) -> None:
@@ -394,9 +396,8 @@ class C10dTransport:
         self._mailbox.send(self._channel, self.rank, self._peers[dest], CONTROL_TAG, text)
 
     def posted(self) -> list[tuple[int, bytes]]:
-        self._mailbox.poll()
-        found = self._mailbox.channels[self._channel].take(CONTROL_TAG)
-        return [(message.source, bytes(message.contents)) for message in found]
+        found = self._mailbox.take(self._channel, CONTROL_TAG)
+        return [(message.source, b"".join(message.pieces)) for message in found]
 
     # Communicators
 

@@ -203,6 +203,9 @@ class Allgather(AlongAxis):
         scatter, arguments = ReduceScatter, (Op.SUM, self.axis, lengths[rank])
         return Plan(scatter(self.comm.reverse, *arguments, uniform=self.uniform), grad)
 
+    def learn(self, batched: Allgather) -> None:
+        self.lengths = batched.lengths
+
     def result_shape(self, shape: Sequence[int]) -> list[int]:
         return with_length(shape, self.axis, shape[self.axis] * self.comm.size)
 
@@ -253,6 +256,7 @@ class Scatter(AlongAxis):
     length: int
     root: int
     input_shape: Sequence[int] = field(default=(), init=False)
+    recorded: bool = field(default=False, kw_only=True)
 
     def numbers(self, x: Tensor) -> Sequence[int]:
         """Return the length of this rank's part, and dtype and shape, which count on root."""
@@ -298,11 +302,16 @@ class Scatter(AlongAxis):
     def batched(self, size: int) -> Scatter:
         return replace(self, axis=self.axis + (self.axis >= 0))
 
+    def learn(self, batched: Scatter) -> None:
+        self.input_shape = batched.input_shape[1:]
+
     def result_shape(self, shape: Sequence[int]) -> list[int]:
         return with_length(shape, self.axis, self.length)
 
     def fields(self, x: Tensor) -> Fields:
-        return AlongAxis.fields(self, x) if self.uniform else (self.name, self.arguments())
+        if self.uniform:
+            return AlongAxis.fields(self, x)
+        return (self.name, self.arguments(), None, None, self.recorded)
 
     def arguments(self) -> str:
         return f"axis={self.axis}, root={self.root}"
@@ -404,6 +413,9 @@ class Alltoallv(AlongAxis):
     def adjoint(self, grad: Tensor) -> Plan:
         return Plan(Alltoallv(self.comm.reverse, self.received, self.axis), grad)
 
+    def learn(self, batched: Alltoallv) -> None:
+        self.received = batched.received
+
 
 def is_uniform(comm: Comm, x: Tensor, axis: int, length: int) -> bool:
     """Return whether a compiled graph holds a call that gets ``length`` along ``axis`` of ``x``.
@@ -433,13 +445,16 @@ def scatter(
 ) -> Plan:
     """Return a part of root's ``x`` along ``axis``, of the length that this rank asks for.
 
-    Other ranks' tensors are not read. If it is ``uniform``, they have the shape of root's.
+    Other ranks' tensors are not read, but decide like root's whether they record it. If it is
+    ``uniform``, they have the shape of root's.
     """
+    check_tensor(x)
     comm.check_rank(root)
+    recorded = is_differentiated() and is_differentiable(x.dtype)
     if uniform or is_compiling():
         axis = axis_of(axis, x)
         uniform = uniform or is_uniform(comm, x, axis, length)
-    return Plan(Scatter(comm, axis, length, root, uniform=uniform), x)
+    return Plan(Scatter(comm, axis, length, root, uniform=uniform, recorded=recorded), x)
 
 
 def alltoall(

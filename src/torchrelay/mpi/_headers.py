@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import threading
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -142,13 +143,16 @@ def described(
     arguments: str = "",
     dtype: torch.dtype | None = None,
     shape: Sequence[object] | None = None,
-    recorded: str = "",
+    recorded: bool | None = None,
 ) -> str:
     """Describe a call, alike in every process."""
     text = f"{name}({arguments})"
     if dtype is not None and shape is not None:
         text += f" of {dtype} ({', '.join(map(str, shape))}{',' * (len(shape) == 1)})"
-    return f"{text}, {recorded} by autograd" if recorded else text
+    if recorded is None:
+        return text
+    why_not = "" if recorded else " (of integers, or under no_grad)"
+    return f"{text}, {'' if recorded else 'not '}recorded by autograd{why_not}"
 
 
 def exchange_numbers(
@@ -189,30 +193,30 @@ def exchange_values(
 
 
 class Comparison:
-    """The headers of a started collective. ``Test`` raises if they differ."""
+    """The headers of a started collective. ``Test`` raises if they differ, in every thread."""
 
-    __slots__ = ("call", "fields", "headers", "is_done", "request")
+    __slots__ = ("call", "fields", "headers", "lock", "request")
 
     def __init__(self, call: _wait.Waiting, fields: Fields) -> None:
         self.call = call
         self.fields = fields
-        self.headers = idle_headers(call.comm)
+        self.headers: Headers | None = idle_headers(call.comm)
         # The data meets soon, and MPICH aborts if it does not match: describe the call here, so
         # that the error needs no further message.
         self.headers.rows.write_numbers(digest(*fields) | STARTED, description_numbers(*fields))
         self.request = self.headers.start(False)
-        self.is_done = False
+        self.lock = threading.Lock()  # threads that wait for others let it proceed, too
         call.comm.transport.begin_after(self)
 
     def Test(self) -> bool:
         if not self.request.Test():
             return False
-        if self.is_done:
-            return True
-        self.is_done = True
-        if self.headers.rows.first_difference() >= 0:
-            raise self.headers.mismatch(self.call, self.fields)
-        self.call.comm.transport.idle_headers.append(self.headers)
+        with self.lock:
+            if self.headers is not None:
+                if self.headers.rows.first_difference() >= 0:
+                    raise self.headers.mismatch(self.call, self.fields)
+                self.call.comm.transport.idle_headers.append(self.headers)
+                self.headers = None
         return True
 
 

@@ -41,7 +41,7 @@ def overwrite(call: Call, x: Tensor, copying: Callable[[Tensor], Tensor] | None 
         return x.copy_(run(x))
     call.overwrites = True
     y = record(call, x)
-    if y is x and not torch.is_grad_enabled():
+    if y is x and not (torch.is_grad_enabled() and call.differentiable(x)):
         torch.autograd.graph.increment_version(x)
     return y
 

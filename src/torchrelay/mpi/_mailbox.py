@@ -1,14 +1,18 @@
 """Messages between the ranks of a process group, over an endpoint of the foundation's transport.
 
 c10d's own messages cannot be tested for completion over Gloo, have no wildcards, and NCCL's have no
-tags. These are sent whole, kept by the receiver until a receive matches them, and match in the
-order in which they arrive from each rank, as MPI's do.
+tags. These are kept by the receiver until a receive matches them, and match in the order in which
+they arrive from each rank, as MPI's do. Long ones travel in pieces, which are joined before a
+receive can match them. The pieces to a rank are numbered, because the network loses what is in
+flight when a connection breaks.
 """
 
 from __future__ import annotations
 
+import itertools
 import secrets
 import struct
+import threading
 from collections import defaultdict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,6 +22,8 @@ from torch import Tensor
 from torchrelay import config, transport
 from torchrelay._addresses import address_for_peers
 from torchrelay._torch import flat_bytes, store_host
+from torchrelay.errors import PeerLostError
+from torchrelay.mpi import _wait
 from torchrelay.mpi._transport import ANY_SOURCE, ANY_TAG, PROC_NULL
 
 if TYPE_CHECKING:
@@ -25,8 +31,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Channel", "Incoming", "Mailbox"]
 
-HEADER = struct.Struct("<16sqi")  # channel, tag, source
-MOST_BYTES = 1 << 28
+# The sender in the group, the piece's number, whether it is the message's last; then the message:
+# its channel, the sender there, its tag.
+HEADER = struct.Struct("<iq?16siq")
+MOST_BYTES = 1 << 28  # of a piece
 
 
 class Arrived(NamedTuple):
@@ -34,16 +42,16 @@ class Arrived(NamedTuple):
 
     source: int
     tag: int
-    contents: memoryview  # of memory that nothing changes
+    pieces: list[memoryview]  # of memory that nothing changes
 
 
 class Incoming:
     """A receive into ``memory``, tested after ``poll``."""
 
-    __slots__ = ("is_done", "memory", "poll", "size_bytes", "source", "tag")
+    __slots__ = ("contents", "is_done", "poll", "size_bytes", "source", "tag")
 
     def __init__(self, poll: Callable[[], None], memory: Tensor, source: int, tag: int) -> None:
-        self.poll, self.memory = poll, memory
+        self.poll, self.contents = poll, flat_bytes(memory).numpy().data
         self.source, self.tag, self.size_bytes = source, tag, 0
         self.is_done = source == PROC_NULL
 
@@ -56,10 +64,14 @@ class Incoming:
         return self.source in (message.source, ANY_SOURCE) and self.tag in (message.tag, ANY_TAG)
 
     def fill(self, arrived: Arrived) -> None:
-        self.source, self.tag, contents = arrived
-        self.size_bytes, self.is_done = len(contents), True
-        if contents and self.size_bytes == self.memory.nbytes:
-            flat_bytes(self.memory).numpy().data[:] = contents
+        self.source, self.tag, pieces = arrived
+        self.size_bytes = sum(map(len, pieces))
+        if self.size_bytes == len(self.contents):
+            end = 0
+            for piece in pieces:
+                start, end = end, end + len(piece)
+                self.contents[start:end] = piece
+        self.is_done = True  # last, because another thread may look
 
 
 class Channel:
@@ -98,6 +110,8 @@ class Channel:
 class Mailbox:
     """One rank's messages with the others of its process group. Collective creation.
 
+    Threads may use it at once.
+
     Args:
         ranks: of the group.
         store: the group's, whose host shows which network reaches the others.
@@ -105,10 +119,15 @@ class Mailbox:
     """
 
     def __init__(self, ranks: Ranks, store: Any, timeout_s: float) -> None:
-        self.rank = ranks.rank
-        self.channels: defaultdict[bytes, Channel] = defaultdict(Channel)
+        self.rank, self._name = ranks.rank, ranks.name
+        self._lock = threading.Lock()
+        self._channels: defaultdict[bytes, Channel] = defaultdict(Channel)
+        # The numbers of the next pieces to and from each rank.
+        self._sent = [itertools.count() for _ in range(ranks.size)]
+        self._received = [itertools.count() for _ in range(ranks.size)]
+        self._pieces: list[list[memoryview]] = [[] for _ in range(ranks.size)]  # of unfinished ones
         settings = config.load(config.TransportSettings)
-        self.most_bytes = min(MOST_BYTES, settings.max_message_bytes - HEADER.size)
+        self._most_bytes = min(MOST_BYTES, max(1, settings.max_message_bytes - HEADER.size))
         self._endpoint: Any = None
         self.address = ""
         if ranks.size == 1:
@@ -119,7 +138,10 @@ class Mailbox:
 
         self.address = address_for_peers(gather, ranks.name, store_host(store), settings.interface)
         token = bytes.fromhex(gather("token", secrets.token_hex(transport.TOKEN_BYTES))[0])
-        self._network = transport.network(settings, token=token, interface=self.address)
+        # A rank that computes reads nothing meanwhile, and is not lost.
+        self._network = transport.network(
+            settings, token=token, interface=self.address, peer_timeout_s=0.0
+        )
         self._endpoint = self._network.open(f"mpi {ranks.rank}")
         for rank, address in enumerate(gather("endpoint", self._endpoint.address)):
             if rank != ranks.rank:
@@ -127,16 +149,59 @@ class Mailbox:
 
     def send(self, channel: bytes, source: int, dest: int, tag: int, contents: Any) -> None:
         """Send ``contents`` to the group's rank ``dest``, as rank ``source`` of the channel."""
-        if dest == self.rank:
-            self.channels[channel].deliver(Arrived(source, tag, memoryview(bytes(contents))))
-        else:
-            self._endpoint.send(dest, HEADER.pack(channel, tag, source), contents)
+        with self._lock:
+            if dest == self.rank:
+                message = Arrived(source, tag, [memoryview(bytes(contents))])
+                self._channels[channel].deliver(message)
+                return
+            while True:
+                piece, contents = contents[: self._most_bytes], contents[self._most_bytes :]
+                number, is_last = next(self._sent[dest]), not contents
+                header = HEADER.pack(self.rank, number, is_last, channel, source, tag)
+                self._endpoint.send(dest, header, piece)
+                if is_last:
+                    return
+
+    def expect(self, channel: bytes, incoming: Incoming) -> None:
+        """Let ``incoming`` receive the next message of the channel that it matches."""
+        with self._lock:
+            self._channels[channel].expect(incoming)
+
+    def take(self, channel: bytes, tag: int) -> list[Arrived]:
+        """Remove and return the messages of the channel with ``tag`` that have arrived."""
+        self.poll()
+        with self._lock:
+            return self._channels[channel].take(tag)
 
     def poll(self) -> None:
-        """Deliver the messages that have arrived."""
-        while self._endpoint is not None:
-            data = self._endpoint.receive(0.0)
-            if data is None:
-                return
-            channel, tag, source = HEADER.unpack_from(data)
-            self.channels[channel].deliver(Arrived(source, tag, data[HEADER.size :]))
+        """Deliver the messages that have arrived.
+
+        Raises:
+            PeerLostError: messages of a rank were lost.
+        """
+        if self._endpoint is None:
+            return
+        with self._lock:
+            sender = self._deliver_arrived()
+        if sender is not None:
+            raise _wait.failed(
+                PeerLostError(
+                    f"{self._name}: messages of rank {sender} of the process group were lost, "
+                    "because the connection from it broke: does the network between their hosts "
+                    "fail, or a firewall end connections? Start the ranks again",
+                    (sender,),
+                )
+            )
+
+    def _deliver_arrived(self) -> int | None:
+        """Deliver what has arrived, up to the message of a rank that lost one; return the rank."""
+        while (data := self._endpoint.receive(0.0)) is not None:
+            sender, number, is_last, channel, source, tag = HEADER.unpack_from(data)
+            if number != next(self._received[sender]):
+                return int(sender)
+            pieces = self._pieces[sender]
+            pieces.append(data[HEADER.size :])
+            if is_last:
+                self._pieces[sender] = []
+                self._channels[channel].deliver(Arrived(source, tag, pieces))
+        return None

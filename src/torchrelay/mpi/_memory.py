@@ -90,12 +90,11 @@ def placed(y: Tensor, x: Tensor) -> Tensor:
     return y if y.device == x.device else y.to(x.device)
 
 
-def pieces(*tensors: Tensor, most_bytes: int = 1 << 62) -> Sequence[tuple[Tensor, ...]]:
-    """Split flat tensors of equal length into parts of ``max_count`` elements and so many bytes."""
-    count, itemsize = tensors[0].numel(), tensors[0].itemsize
-    if count <= settings.max_count and count * itemsize <= most_bytes:
+def pieces(*tensors: Tensor) -> Sequence[tuple[Tensor, ...]]:
+    """Split flat tensors of equal length into parts of ``max_count`` elements."""
+    count, most = tensors[0].numel(), settings.max_count
+    if count <= most:
         return (tensors,)
-    most = min(settings.max_count, most_bytes // itemsize)
     flat = [tensor.view(-1) for tensor in tensors]
     return [
         tuple(tensor[start : start + most] for tensor in flat) for start in range(0, count, most)

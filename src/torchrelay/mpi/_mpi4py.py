@@ -6,7 +6,7 @@ What one MPI call cannot count is moved in pieces; all ranks decide so alike.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -23,7 +23,7 @@ from torchrelay.mpi._transport import CONTROL_TAG, Part, Requests, Testable
 
 __all__ = ["End", "MpiTransport"]
 
-PIECE_TAG = 7
+PIECE_TAG = 2  # on the communicator of control messages; in a backward pass the next
 CONTROL_BYTES = 1024
 Buffer: TypeAlias = tuple[MPI.buffer, int, MPI.Datatype]
 
@@ -109,7 +109,6 @@ class _Message:
 class MpiTransport:
     """An intra-communicator of MPI."""
 
-    most_bytes = 1 << 62
     max_tag: int = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)  # type: ignore[assignment]
 
     def __init__(self, mpi: MPI.Comm) -> None:
@@ -119,6 +118,7 @@ class MpiTransport:
         self.rank, self.size = mpi.rank, mpi.size
         self.idle_headers: list[Headers] = []
         self._descending: MPI.Intracomm | None = None
+        self._pieces: tuple[MPI.Comm, int] = (mpi, PIECE_TAG)
 
     def takes(self, device: torch.device) -> bool:
         return device.type == "cpu"
@@ -165,8 +165,22 @@ class MpiTransport:
         arrived: bool,
     ) -> Requests:
         kind, name = _op(source.dtype, op), "Exscan" if exclusive else "Scan"
+        if descending and not arrived:  # ranks in reverse order cannot be made without blocking
+            return self._run("Reduce", False, *self._sums_from(source, result, kind, exclusive))
         calls = ((_buffer(ours), _buffer(total), kind) for ours, total in pieces(source, result))
         return self._run(name, arrived, *calls, mpi=self._reversed() if descending else None)
+
+    def _sums_from(
+        self, source: Tensor, result: Tensor, kind: MPI.Op, exclusive: bool
+    ) -> Iterable[tuple[object, ...]]:
+        """Yield the arguments of sums over each rank and those after it."""
+        nothing = bytearray(source.nbytes)  # zeros, which the requests keep
+        for root in range(self.size):
+            for ours, total in pieces(source, result):
+                given: tuple[object, ...] = _buffer(ours)
+                if root + exclusive > self.rank:
+                    given = (nothing, *given[1:])
+                yield given, _buffer(total) if root == self.rank else None, kind, root
 
     def _reversed(self) -> MPI.Intracomm:
         """Return the ranks in reverse order; all ranks have arrived in the scan that needs it."""
@@ -200,15 +214,17 @@ class MpiTransport:
     ) -> Requests:
         """Send ``sent[r]`` to rank r and receive ``received[r]`` from it, in pieces."""
         requests: list[Testable] = []
-        for blocks, start in ((received, self.mpi.Irecv), (sent, self.mpi.Isend)):
+        mpi, tag = self._pieces
+        for blocks, start in ((received, mpi.Irecv), (sent, mpi.Isend)):
             for rank, tensor in enumerate(blocks):
                 if tensor is not None and tensor.numel():
-                    requests += [
-                        start(_buffer(part), rank, PIECE_TAG) for (part,) in pieces(tensor)
-                    ]
+                    requests += [start(_buffer(part), rank, tag) for (part,) in pieces(tensor)]
         return requests
 
     # Messages
+
+    def cut(self, memory: Tensor) -> Sequence[Tensor]:
+        return [piece for (piece,) in pieces(memory)]
 
     def isend(self, memory: Tensor, dest: int, tag: int) -> MPI.Request:
         return self.mpi.Isend(_buffer(memory), dest, tag)
@@ -234,12 +250,17 @@ class MpiTransport:
 
     def duplicate(self, for_messages: bool = False) -> MpiTransport:
         try:
-            return MpiTransport(self.mpi.Dup())
+            copy = MpiTransport(self.mpi.Dup())
         except MPI.Exception as error:
             raise UnavailableError(
                 f"MPI makes no further communicator ({error.Get_error_string()}); Free those that "
                 "are not needed any more"
             ) from error
+        if for_messages:
+            self._pieces = (copy.mpi, PIECE_TAG)
+        else:
+            copy._pieces = (self._pieces[0], PIECE_TAG + 1)
+        return copy
 
     def split(self, color: int, members: list[int]) -> MpiTransport | None:
         mpi = self.mpi.Split(color, members.index(self.rank))

@@ -58,7 +58,7 @@ class _Start(Call):
     answer: _chain.Answer | None = field(default=None, init=False)
     # In the running backward pass: the derivative, and the start of its communication.
     path: Plan = field(init=False)
-    back: WaitHandle | None = field(default=None, init=False)
+    back: WaitHandle | None = field(init=False)
 
     def __del__(self) -> None:
         if self.started is not None:  # it was never waited for
@@ -90,8 +90,9 @@ class _Start(Call):
     def backward(self, grad: Tensor) -> Tensor:
         assert self.answer is not None
         self.answer.force()
-        back, self.back = self.back, None
-        return self.path.complete(self.path.x) if back is None else back.Wait()
+        path, back = self.path, self.back
+        del self.path, self.back  # which hold the cotangent
+        return path.complete(path.x) if back is None else back.Wait()
 
     def tangent(self, tangent: Tensor) -> Tensor:
         self.tangent_handle = start(Plan(self.call, tangent))

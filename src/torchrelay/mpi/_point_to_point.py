@@ -25,7 +25,7 @@ from torchrelay.mpi._chain import Answer, Chain
 from torchrelay.mpi._comm import Comm
 from torchrelay.mpi._dtypes import check_dtype, check_tensor, is_differentiable
 from torchrelay.mpi._inplace import can_overwrite, overwrite
-from torchrelay.mpi._memory import check_memory, fresh, packed, pieces, placed
+from torchrelay.mpi._memory import check_memory, fresh, packed, placed
 from torchrelay.mpi._record import Call, Plan, Started, record
 from torchrelay.mpi._settings import settings
 from torchrelay.mpi._transport import ANY_SOURCE, ANY_TAG, PROC_NULL, Message
@@ -56,7 +56,7 @@ class Receiving:
         self.memory, self.source, self.tag = memory, source, tag
         self.number = next(Answer.numbers)
         check_dtype(memory.dtype)
-        self.parts = [part for (part,) in pieces(memory, most_bytes=comm.transport.most_bytes)]
+        self.parts = comm.transport.cut(memory)
         self.requests.append(comm.transport.irecv(self.parts[0], source, tag))
         if source not in (ANY_SOURCE, PROC_NULL) and tag != ANY_TAG:
             self._start_rest(comm)
@@ -150,10 +150,7 @@ class _PeerCall(Call):
     def send(self, x: Tensor) -> Started:
         """Start to send ``x``, which must not change until done, to the peer."""
         transport, memory = self.comm.transport, packed(x)
-        requests = [
-            transport.isend(part, self.peer, self.tag)
-            for (part,) in pieces(memory, most_bytes=transport.most_bytes)
-        ]
+        requests = [transport.isend(part, self.peer, self.tag) for part in transport.cut(memory)]
         kept = [memory]
         if settings.debug and self.peer != PROC_NULL:
             text = f"{_contents(memory)} in {self.describe()}".encode()[:ANNOUNCEMENT_BYTES]
@@ -294,6 +291,12 @@ class Sendrecv(_PeerCall):
     def batched(self, size: int) -> Sendrecv:
         return replace(self, shape=(size, *self.shape))
 
+    def learn(self, batched: Sendrecv) -> None:
+        assert batched.sent is not None
+        shape, dtype = batched.sent
+        self.sent = (shape[1:], dtype)
+        self.source, self.source_tag = batched.source, batched.source_tag
+
     def peers(self) -> Iterable[int]:
         return (self.peer, self.source)
 
@@ -372,10 +375,7 @@ class Irecv(_PeerCall):
 
     def wait(self, dummy: Tensor) -> Tensor:
         call = Recv(self.comm, self.peer, self.tag, started=self)
-        if self.in_place:
-            call.overwrites = True
-            return record(call, self.target)
-        return overwrite(call, self.target, partial(record, call))
+        return overwrite(call, self.target, None if self.in_place else partial(record, call))
 
     def take(self) -> Receiving:
         """Return the message in transit, once."""

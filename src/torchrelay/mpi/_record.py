@@ -129,6 +129,9 @@ class Call:
         """Return the call for tensors with a further leading dimension of this ``size``."""
         return self
 
+    def learn(self, batched: Any) -> None:
+        """Note what ``batched``, which has run, found out of the other ranks' calls."""
+
     def in_graph(self, x: Tensor) -> Call | None:
         """Return the call as a compiled graph holds it.
 
@@ -281,8 +284,10 @@ class TransformNode(Node):
         dim = in_dims[1]
         if dim is None:
             return _apply_transformed(call, x, token), (None, None)
-        call = call.batched(x.shape[dim])
-        return _apply_transformed(call, x.movedim(dim, 0), token), (0, None)
+        batched = call.batched(x.shape[dim])
+        y = _apply_transformed(batched, x.movedim(dim, 0), token)
+        call.learn(batched)
+        return y, (0, None)
 
 
 transforms_active, forward_mode_active = _torch.transforms_active, _torch.forward_mode_active
@@ -338,9 +343,7 @@ def _record(call: Call, x: Tensor) -> Tensor:
     check_usable(call.comm)
     if settings.debug and call.everyone:
         is_recorded = is_grad_enabled() and call.differentiable(x)
-        _headers.exchange_numbers(
-            call, (*call.fields(x), "recorded" if is_recorded else "not recorded")
-        )
+        _headers.exchange_numbers(call, (*call.fields(x)[:4], is_recorded))
     if not (is_grad_enabled() or transforms_active() or forward_mode_active()):
         # Backward passes too.
         return call.forward(x)
@@ -360,7 +363,11 @@ def _record_plain(call: Call, x: Tensor) -> Tensor:
     if call.comm.size == 1 and call.everyone:  # nobody to be in step with
         return _apply(call, x, _chain.ROOT)[0]  # type: ignore[no-any-return]
     chain = _chain.current()
-    y, chain.head = _apply(call, x, chain.extend(call.name))
+    try:
+        y, chain.head = _apply(call, x, chain.extend(call.name))
+    except BaseException:
+        chain.names.pop()
+        raise
     return y  # type: ignore[no-any-return]
 
 

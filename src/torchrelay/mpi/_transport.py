@@ -66,14 +66,12 @@ class Transport(Protocol):
     """The ranks of one communicator, and how bytes move between them.
 
     Attributes:
-        most_bytes: how long a point-to-point message may be.
         max_tag: the largest tag of a message.
         idle_headers: memory for headers that no exchange uses.
     """
 
     rank: int
     size: int
-    most_bytes: int
     max_tag: int
     idle_headers: list[Headers]
 
@@ -134,6 +132,9 @@ class Transport(Protocol):
             received: a block of each rank, or one of root.
             total: the largest number of elements of a rank; equal on all ranks.
         """
+
+    def cut(self, memory: Tensor) -> Sequence[Tensor]:
+        """Return the parts of ``memory`` that must be sent and received one by one."""
 
     def isend(self, memory: Tensor, dest: int, tag: int) -> Testable:
         """Start to send ``memory`` of this host; nothing to PROC_NULL."""

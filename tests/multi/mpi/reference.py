@@ -264,20 +264,22 @@ def derivative_tests(
 
 
 def check_transforms(comm: mpi.Communicator, function: Differentiable) -> None:
-    """``torch.func.grad``, ``jvp``, ``vmap`` and ``jacrev``."""
+    """``torch.func.grad``, ``jvp``, ``vmap``, ``jacrev``, and gradients per sample."""
     x = inputs([(2, 2)] * comm.size, torch.float64)[comm.rank]
     apply = functools.partial(function, comm)
     leaf = x.clone().requires_grad_()
     y = apply(leaf)
     mpi.backward(y.sin().sum())
-    grad = torch.func.grad(lambda x: apply(x).sin().sum())(x)
-    assert torch.allclose(grad, grad_of(leaf))
+    gradient = torch.func.grad(lambda x: apply(x).sin().sum())
+    assert torch.allclose(gradient(x), grad_of(leaf))
+    batch = torch.stack([x, 2 * x, 3 * x], 1)
+    grads = torch.stack([gradient(batch[:, i]) for i in range(3)])
+    assert torch.allclose(torch.vmap(gradient, in_dims=1)(batch), grads)
     value, tangent = torch.func.jvp(apply, (x,), (torch.ones_like(x),))[:2]
     with torch.no_grad():
         difference = (apply(x + 1e-6) - apply(x - 1e-6)) / 2e-6
         assert torch.allclose(value, apply(x))
         assert torch.allclose(tangent, difference, atol=1e-7)
-        batch = torch.stack([x, 2 * x, 3 * x], 1)
         rows = torch.stack([apply(batch[:, i]) for i in range(3)])
         assert torch.allclose(torch.vmap(apply, in_dims=1)(batch), rows)
     # It batches over the outputs, which must be as many on each rank.

@@ -20,6 +20,7 @@ from multi.mpi.reference import (
 from multi.mpi.runner import mpi_test
 from torchrelay.mpi import Communicator
 from torchrelay.mpi._settings import changed
+from torchrelay.mpi._transport import ANY_TAG
 
 
 @mpi_test(SIZES, dtype=ALL_DTYPES)
@@ -42,6 +43,20 @@ def test_large_counts_go_in_pieces(comm: Communicator) -> None:
             inputs([(5, 4)] * comm.size, torch.float64),
             comm.rank,
         )
+
+
+@mpi_test((2, 3))
+def test_pieces_are_not_taken_for_messages(comm: Communicator) -> None:
+    above, below = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    x = torch.arange(8.0) + comm.rank
+    with torch.no_grad():
+        for tag in (ANY_TAG, 7):
+            handle = comm.Irecv(torch.empty(2), below, tag)
+            with changed(max_count=3):
+                y = comm.Allgather(x, 0)
+            comm.Send(x[:2] + 10, above, 7)
+            assert handle.Wait().tolist() == [10.0 + below, 11.0 + below]
+            assert y.tolist() == [k + rank for rank in range(comm.size) for k in range(8)]
 
 
 FUNCTIONS: dict[str, Differentiable] = {

@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 
 from multi.mpi.reference import (
+    DERIVATIVE_SIZES,
     Differentiable,
     check_arguments,
+    check_transforms,
     derivative_tests,
 )
 from multi.mpi.runner import mpi_test
@@ -40,6 +42,11 @@ FUNCTIONS: dict[str, Differentiable] = {
 test_gradient, test_forward_mode, test_complex_gradient, test_second_derivative = derivative_tests(
     FUNCTIONS
 )
+
+
+@mpi_test(DERIVATIVE_SIZES, name=("Alltoallv",))
+def test_func_grad_jvp_vmap(comm: Communicator, name: str) -> None:
+    check_transforms(comm, FUNCTIONS[name])
 
 
 @mpi_test()

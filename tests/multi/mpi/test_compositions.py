@@ -236,6 +236,20 @@ def unequal_segments(comm: Communicator) -> Iterator[tuple[str, Callable[[Tensor
 
 
 @mpi_test(SIZES)
+def test_gradients_per_sample_go_to_whoever_sent(comm: Communicator) -> None:
+    above = (comm.rank + 1) % comm.size
+
+    def loss(x: Tensor) -> Tensor:
+        like = x.new_empty(1)
+        y = comm.Sendrecv(x.sum(0, True), above, mpi.MPI_ANY_SOURCE, like)
+        return (comm.rank + 1) * y.square().sum() / 2
+
+    x = torch.tensor([[1.0, 2.0], [3.0, 4.0]]).double()
+    grads = torch.vmap(torch.func.grad(loss))(x)
+    assert grads.tolist() == [[3.0 * (above + 1)] * 2, [7.0 * (above + 1)] * 2]
+
+
+@mpi_test(SIZES)
 def test_checkpoints_recompute_at_one_place_where_local_graphs_differ(comm: Communicator) -> None:
     x = leaf(comm.rank + 1)
     for name, segment in unequal_segments(comm):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
 import weakref
 from collections.abc import Callable
@@ -179,6 +180,20 @@ def test_graph_is_let_go_after_each_backward(comm: Communicator) -> None:
 
 
 @mpi_test(SIZES)
+def test_cotangent_of_a_started_collective_is_let_go(comm: Communicator) -> None:
+    kept = []
+    gc.collect()
+    gc.disable()  # not by the collector of cycles
+    try:
+        y = comm.Iallreduce(leaf(1), mpi.MPI_SUM).Wait()
+        y.register_hook(lambda grad: kept.append(weakref.ref(grad)))
+        (y * y).sum().backward()
+        assert kept[0]() is None
+    finally:
+        gc.enable()
+
+
+@mpi_test(SIZES)
 def test_retain_graph_runs_again(comm: Communicator) -> None:
     x = leaf(1)
     y = comm.Allreduce(x, mpi.MPI_SUM)
@@ -228,6 +243,16 @@ def test_unreachable_communications_are_named(comm: Communicator) -> None:
         with pytest.warns(UserWarning, match="Bcast"):
             y.sum().backward()
     assert first.shape == (4 * comm.size,)
+
+
+@mpi_test((2, 3))
+def test_communication_that_raised_is_not_reached_for(comm: Communicator) -> None:
+    x = leaf(1)
+    y = comm.Allreduce(x, mpi.MPI_SUM)
+    with pytest.raises(MismatchError):
+        comm.Allgather(torch.ones(2, 2 + comm.rank), 0)
+    y.sum().backward()
+    assert grad_of(x).tolist() == [float(comm.size)] * 4
 
 
 @mpi_test((2, 3))

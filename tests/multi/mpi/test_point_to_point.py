@@ -61,6 +61,26 @@ def test_sendrecv_receives_what_like_says(comm: Communicator) -> None:
     mpi.reset()
 
 
+@mpi_test((1, 2, 3))
+def test_what_a_graph_needs_must_not_be_received_into(comm: Communicator) -> None:
+    """Also where the receive is not recorded."""
+    above, below = neighbors(comm)
+    for dtype, is_recorded in ((torch.float32, False), (torch.int64, False), (torch.int64, True)):
+        for receive in (
+            lambda x: comm.Recv(x, below),
+            lambda x: comm.Wait(comm.Irecv(x, below)),
+        ):
+            w, x = torch.ones(3, requires_grad=True), torch.ones(3, dtype=dtype)
+            y = (w * x).sum()
+            with torch.set_grad_enabled(is_recorded):
+                handle = comm.Isend(2 * x, above)
+                receive(x)
+                comm.Wait(handle)
+            assert x.tolist() == [2.0] * 3
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                y.backward()
+
+
 def neighbors(comm: Communicator) -> tuple[int, int]:
     """The next and the previous rank of a ring."""
     return (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -59,6 +62,51 @@ def test_two_communicators_in_one_backward_pass(comm: Communicator) -> None:
         shifted = other.Sendrecv(comm.Allreduce(x, mpi.MPI_SUM), above, below)
         mpi.backward(None if comm.rank == 0 else (comm.rank * shifted).sum())
         assert grad_of(x).tolist() == [float(sum(range(comm.size)))] * 2
+
+
+@mpi_test((2, 3), on=GROUPS)
+def test_messages_in_pieces_match_as_wholes(comm: Communicator) -> None:
+    """Receives from any rank get the pieces of one message each, in the order of their sender."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHRELAY_TRANSPORT_MAX_MESSAGE_BYTES", "200")
+        small = Communicator.from_group(dist.new_group())
+    with torch.no_grad():
+        if small.rank == 0:
+            count = 2 * (small.size - 1)
+            handles = [small.Irecv(torch.empty(100), mpi.MPI_ANY_SOURCE) for _ in range(count)]
+            got = [small.Wait(handle) for handle in reversed(handles)]
+            for x in got:
+                assert torch.equal(x, x[0] + torch.arange(100.0))
+            firsts = [int(x[0]) for x in reversed(got)]
+            assert sorted(firsts, key=lambda first: first // 1000) == [
+                1000 * rank + 500 * turn for rank in range(1, small.size) for turn in range(2)
+            ]
+        else:
+            for turn in range(2):
+                small.Send(1000.0 * small.rank + 500 * turn + torch.arange(100.0), 0)
+        small.Barrier()
+
+
+@mpi_test((2, 3), on=GROUPS)
+def test_messages_of_threads_with_communicators_of_their_own(comm: Communicator) -> None:
+    above, below = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    comms = [comm.Dup() for _ in range(3)]
+
+    def exchange(thread: int) -> None:
+        with torch.no_grad():
+            for turn in range(200):
+                sent = torch.tensor([comm.rank, thread, turn])
+                assert comms[thread].Sendrecv(sent, above, below).tolist() == [below, thread, turn]
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(exchange, range(3)))
+    finally:
+        sys.setswitchinterval(before)
+    for each in comms:
+        each.Free()
 
 
 @mpi_test((2, 3), on=GROUPS)

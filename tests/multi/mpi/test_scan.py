@@ -131,6 +131,28 @@ def test_second_derivatives_of_scans_of_products(comm: Communicator) -> None:
             assert torch.allclose(found, wanted[r]), (convention, name, found, wanted[r])
 
 
+@mpi_test((2, 3))
+def test_a_started_scan_lets_the_others_come_later_in_backward(every: Communicator) -> None:
+    """Rank 1 starts the scan of the derivative before it sends rank 0 what that waits for."""
+    x = torch.full((4,), every.rank + 2.0, dtype=torch.float64, requires_grad=True)
+    for exclusive in (False, True):
+        with every.Dup() as comm:  # its first backward pass
+            handle = comm.Iexscan(x, mpi.MPI_SUM) if exclusive else comm.Iscan(x, mpi.MPI_SUM)
+            if comm.rank == 0:
+                y = handle.Wait()
+                comm.Send(x * 1, 1)
+                loss = y.sum()
+            elif comm.rank == 1:
+                got = comm.Recv(torch.empty_like(x), 0)
+                loss = (handle.Wait() * got).sum()
+            else:
+                loss = handle.Wait().sum()
+            (grad,) = mpi.grad(loss, x)
+        others, later = comm.size - 2, 1 - exclusive
+        wanted = (later + 2 * 2 + 3 * later + others, 2 * later + others, later)[comm.rank]
+        assert grad.tolist() == [wanted] * 4
+
+
 @mpi_test()
 def test_wrong_arguments(comm: Communicator) -> None:
     x = torch.ones(2, 2)

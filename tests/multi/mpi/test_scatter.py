@@ -3,20 +3,24 @@
 # ruff: noqa: B023 - functions made in a loop are called in the same round of it
 from __future__ import annotations
 
+import pytest
 import torch
 
 from multi.mpi.reference import (
     ALL_DTYPES,
+    DERIVATIVE_SIZES,
     SIZES,
     Differentiable,
     check,
     check_arguments,
+    check_transforms,
     copy,
     derivative_tests,
     inputs,
     ragged,
 )
 from multi.mpi.runner import mpi_test
+from torchrelay.errors import MismatchError
 from torchrelay.mpi import Communicator
 from torchrelay.mpi._settings import changed
 
@@ -56,6 +60,20 @@ FUNCTIONS: dict[str, Differentiable] = {
 test_gradient, test_forward_mode, test_complex_gradient, test_second_derivative = derivative_tests(
     FUNCTIONS
 )
+
+
+@mpi_test(DERIVATIVE_SIZES, name=("Scatter",))
+def test_func_grad_jvp_vmap(comm: Communicator, name: str) -> None:
+    check_transforms(comm, FUNCTIONS[name])
+
+
+@mpi_test((2, 3))
+def test_ranks_that_record_it_and_ranks_that_do_not_are_named(comm: Communicator) -> None:
+    x = torch.ones(comm.size) if comm.rank == 0 else torch.empty(0, dtype=torch.int64)
+    with pytest.raises(MismatchError, match="not recorded by autograd"):
+        comm.Scatter(x, 0, 1, 0)
+    with torch.no_grad():
+        assert comm.Scatter(x, 0, 1, 0).tolist() == [1.0]
 
 
 @mpi_test()

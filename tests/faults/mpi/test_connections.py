@@ -1,0 +1,99 @@
+"""Connections between hosts that carry nothing for long, or break: no message takes the place of
+another.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from multi.mpi.runner import SCRIPT_S, Finished, run_script
+
+pytestmark = pytest.mark.timeout(SCRIPT_S + 60)
+
+# Rank 0 sends two messages, while rank 1 receives nothing.
+HEAD = """
+import contextlib, fcntl, socket, struct, termios
+
+LENGTH = 1 << 24  # more than the kernel holds for a receiver
+torch.set_grad_enabled(False)
+
+def send_two(between=lambda: None):
+    comm.Send(torch.ones(1), 1)
+    wait_until_told("connected")
+    handles = [comm.Isend(torch.full((LENGTH,), 1.0), 1)]
+    between()
+    handles.append(comm.Isend(torch.full((LENGTH,), 2.0), 1))
+    tell("sent")
+    return handles
+
+def wait_until_sent():
+    comm.Recv(torch.empty(1), 0)
+    tell("connected")
+    wait_until_told("sent")
+
+def connections():
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            yield socket.socket(fileno=os.dup(int(name)))
+
+def cut():
+    # what rank 1 does not read is on one of them
+    while True:
+        for each in connections():
+            with contextlib.suppress(OSError):
+                (unsent,) = struct.unpack("i", fcntl.ioctl(each, termios.TIOCOUTQ, bytes(4)))
+                if each.family == socket.AF_INET and unsent > 1 << 12:
+                    return each.shutdown(socket.SHUT_RDWR)
+"""
+
+
+def run(folder: Path, body: str) -> Finished:
+    return run_script(
+        "gloo",
+        folder,
+        HEAD + textwrap.dedent(body),
+        size=2,
+        timeout_s="60",
+        TORCHRELAY_TRANSPORT_LOCAL_SOCKETS="0",
+        TORCHRELAY_TRANSPORT_HEARTBEAT_S="0.1",
+        TORCHRELAY_TRANSPORT_PEER_TIMEOUT_S="0.2",
+    )
+
+
+def test_a_rank_that_receives_nothing_for_long_gets_every_message(tmp_path: Path) -> None:
+    job = run(
+        tmp_path,
+        """
+        if comm.rank == 0:
+            handles = send_two()
+            comm.Recv(torch.empty(1), 1)
+        else:
+            wait_until_sent()
+            time.sleep(2)  # ten times what a node would be waited for
+            for value in (1.0, 2.0):
+                assert (comm.Recv(torch.empty(LENGTH), 0) == value).all()
+            comm.Send(torch.ones(1), 0)
+        """,
+    )
+    assert job.code == 0, job.output
+
+
+def test_messages_lost_with_their_connection_are_an_error_on_both_ranks(tmp_path: Path) -> None:
+    job = run(
+        tmp_path,
+        """
+        if comm.rank == 0:
+            handles = send_two(between=cut)
+            comm.Recv(torch.empty(1), 1)
+        else:
+            wait_until_sent()
+            comm.Recv(torch.empty(LENGTH), 0)
+        say("must not get here")
+        """,
+    )
+    lost = "rank 1: messages of rank 0 of the process group were lost"
+    assert f"PeerLostError: {lost}" in job.output and "must not get here" not in job.output
+    assert f"rank 1 gave up: {lost}" in job.output
