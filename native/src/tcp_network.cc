@@ -279,15 +279,16 @@ class TcpEndpoint final : public Endpoint {
 
  private:
   void listen(Descriptor socket, std::shared_ptr<const transport::Tls> tls) {
-    listeners_.push_back(
-        std::make_unique<Listener>(loop_, std::move(socket),
-                                   transport::ListenerOptions{.token = state_->options.token,
-                                                              .tls = std::move(tls),
-                                                              .name = address_,
-                                                              .turned_away = &state_->ignored_connections},
-                                   [this](std::unique_ptr<Stream> stream, const Greeting& greeting) {
-                                     return admit(std::move(stream), greeting);
-                                   }));
+    listeners_.push_back(std::make_unique<Listener>(
+        loop_, std::move(socket),
+        transport::ListenerOptions{.token = state_->options.token,
+                                   .tls = std::move(tls),
+                                   .name = address_,
+                                   .greeting_timeout = state_->options.greeting_timeout,
+                                   .turned_away = &state_->ignored_connections},
+        [this](std::unique_ptr<Stream> stream, const Greeting& greeting) {
+          return admit(std::move(stream), greeting);
+        }));
   }
 
   bool admit(std::unique_ptr<Stream> stream, const Greeting& greeting) {

@@ -233,3 +233,23 @@ TEST(a_flood_of_connections_does_not_keep_a_peer_out) {
   CHECK(receive(*receiver) == "still here");
   for (const int fd : flood) close(fd);
 }
+
+// It accepts the connection, and is busy until long after the time for the greeting.
+TEST(a_receiver_that_is_busy_turns_no_peer_away) {
+  for (NetworkOptions options : all_kinds()) {
+    options.greeting_timeout = 20ms;
+    TcpNetwork net(options);
+    auto receiver = net.open("r"), sender = net.open("s");
+    sender->connect(0, receiver->address());
+    sender->send(0, message("here"));
+    for (int i = 0; i < 3; ++i) {
+      Message none;
+      if (receiver->receive(none, 0ms)) {
+        CHECK(std::string(reinterpret_cast<const char*>(none.data()), none.size_bytes()) == "here");
+        sender->send(0, message("here"));
+      }
+      std::this_thread::sleep_for(100ms);
+    }
+    CHECK(receive(*receiver) == "here");
+  }
+}

@@ -32,6 +32,7 @@ struct NetworkOptions {
   std::chrono::milliseconds linger{1000};  // how long closing waits for unsent messages
   // A connection whose peer sends nothing for this long is closed.
   std::chrono::milliseconds peer_timeout{10000};
+  std::chrono::milliseconds greeting_timeout{5000};  // of a new connection
 };
 
 class TcpNetwork final : public Network {

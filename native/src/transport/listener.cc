@@ -87,10 +87,21 @@ bool Listener::add(Descriptor socket) {
   } catch (const Error&) {
     return true;  // the kernel watches no more of them
   }
-  stranger->deadline = loop_.call_at(EventLoop::Clock::now() + options_.greeting_timeout,
-                                     [this, stranger] { turn_away(stranger); });
   strangers_.push_back(stranger);
+  await_greeting(stranger);
   return true;
+}
+
+// The caller holds the lock.
+void Listener::await_greeting(const StrangerPtr& stranger) {
+  const auto end = EventLoop::Clock::now() + options_.greeting_timeout;
+  stranger->deadline = loop_.call_at(end, [this, stranger, end] {
+    greet(stranger);  // what has arrived was not read if nobody ran the loop
+    if (EventLoop::Clock::now() < end + options_.greeting_timeout) return turn_away(stranger);
+    // Nobody ran it for long, so the stranger had no turn; an encrypted greeting takes two.
+    const std::lock_guard guard(lock_);
+    if (std::ranges::find(strangers_, stranger) != strangers_.end()) await_greeting(stranger);
+  });
 }
 
 // Reads the greeting; admits a member of the session, and ends what is none.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,8 +14,8 @@ from torch import Tensor
 
 from torchrelay import mpi
 from torchrelay.compat import mpi4torch
-from torchrelay.errors import ArgumentError, OperationTimeoutError
-from torchrelay.mpi import _wait
+from torchrelay.errors import ArgumentError, MismatchError, OperationTimeoutError
+from torchrelay.mpi import _headers, _wait
 from torchrelay.mpi._settings import changed
 
 
@@ -205,3 +207,30 @@ def test_overwritten_leaf_may_be_trained_afterwards() -> None:
     result.sum().backward()
     (2 * x).sum().backward()
     assert x.grad is not None and x.grad.tolist() == [5.0] * 3
+
+
+def test_headers_that_differ_let_no_data_follow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each thread that tests them raises: after the first, others must not begin the data."""
+
+    class Done:
+        def Test(self) -> bool:
+            return True
+
+    def row_exchange(sent: Tensor, received: Tensor) -> Callable[[bool], Done]:
+        def start(may_block: bool) -> Done:
+            mine, theirs = received.view(2, -1)
+            theirs.copy_(mine.copy_(sent)).view(torch.int64)[0] += 2  # of the digest
+            return Done()
+
+        return start
+
+    transport = SimpleNamespace(
+        size=2, idle_headers=[], row_exchange=row_exchange, begin_after=lambda comparison: None
+    )
+    comm: Any = SimpleNamespace(rank=0, size=2, name="both", transport=transport, lease=None)
+    monkeypatch.setattr(_wait, "_broken", "kept from notifying ranks")
+    comparison = _headers.Comparison(_wait.Named(comm, "Iallreduce"), ("Iallreduce",))
+    for _ in range(2):
+        with pytest.raises(MismatchError, match="the ranks of both make different calls"):
+            comparison.Test()
+    assert not transport.idle_headers

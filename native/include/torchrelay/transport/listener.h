@@ -50,6 +50,7 @@ class Listener {
   // In the loop's thread.
   void accept_all();
   bool add(Descriptor socket);
+  void await_greeting(const StrangerPtr& stranger);
   void greet(const StrangerPtr& stranger);
   void turn_away(const StrangerPtr& stranger);
   void end_oldest();
