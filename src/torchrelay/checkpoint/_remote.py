@@ -194,6 +194,7 @@ class _RemoteSink:
         if hasattr(self._file, "discard"):
             with remote_errors(f"giving up {self._where}"):
                 self._file.discard()
+            self._file.forced = True  # or its destructor uploads what is left
 
 
 class RemoteTransaction(_Store):
