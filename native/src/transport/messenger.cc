@@ -18,6 +18,7 @@ struct Report {
 
 constexpr std::size_t kMaxText = 4096;
 constexpr std::size_t kMaxRanks = 4096;
+constexpr std::chrono::seconds kLeastToMove{30};  // a message that has arrived, however late
 
 template <class Pointer>
 std::vector<Pointer> make(std::size_t count) {
@@ -239,9 +240,9 @@ void Messenger::deliver(const std::shared_ptr<Transfer>& transfer, Parked messag
 // A message that its receiver does not expect is received too, and dropped: it would stay in shared memory.
 void Messenger::receive_local(const std::shared_ptr<Transfer>& transfer, int source, const Frame& frame) {
   const auto error = mismatch_of(*transfer, source, frame);
+  const auto left = std::max<std::chrono::nanoseconds>(transfer->end_ - Clock::now(), kLeastToMove);
   try {
-    const auto local = receive_locally_(transfer->data_, source, frame.local_tag, transfer->code_,
-                                        transfer->end_ - Clock::now());
+    const auto local = receive_locally_(transfer->data_, source, frame.local_tag, transfer->code_, left);
     local->ticket().when_done(
         [transfer, local, error] { transfer->ticket().finish(error ? error : local->ticket().error()); });
   } catch (const Error&) {

@@ -193,12 +193,16 @@ class PendingWorks:
         works.append(work)
         in_progress = 0
         # Each call adds one work and looks at two that go on, so one that stays hides no others.
-        with suppress(IndexError):  # other threads may take works, and a destructor may call this
+        # Other threads may take works, and a destructor may call this. No work in progress is ever
+        # outside of the queue, where Ctrl-C would end its memory.
+        with suppress(IndexError, ValueError):
             while in_progress < 2:
-                first = works.popleft()
+                first = works[0]
                 if first.in_progress:
-                    works.append(first)
+                    works.rotate(-1)
                     in_progress += 1
+                else:
+                    works.remove(first)
         if self._coalescing is not None:
             self._coalescing.append(work)
         return work

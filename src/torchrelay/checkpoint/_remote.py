@@ -28,7 +28,7 @@ from torchrelay.errors import CorruptionError, StorageError, UnavailableError
 __all__ = ["RemoteFolder", "RemoteTransaction"]
 
 _MARKER = "torchrelay-saving.json"
-_REMOVING = b"removing"  # in a marker, instead of the id of a save
+_REMOVING, _ENDED = b"removing", b"ended"  # in a marker, instead of the id of a save
 _REQUESTS = 8  # at once
 
 
@@ -252,7 +252,12 @@ class RemoteTransaction(_Store):
                 errno.EBUSY, f"{self.location}: another save to this path has begun meanwhile"
             )
         self.save_id = ""  # nothing is discarded if it is not known whether the manifest arrived
-        self.put(MANIFEST, manifest)
+        try:
+            self.put(MANIFEST, manifest)
+        except StorageError:
+            with suppress(StorageError):
+                self.put(_MARKER, _ENDED)  # other ranks do not wait for it; the next save cleans up
+            raise
         self.delete([name for name in self.names() if _is_working(name)])
 
     def discard(self) -> None:
