@@ -156,7 +156,8 @@ def measure(bare: Any, runs: dict[str, Callable[[], object]], smoke: bool) -> di
 
 BOUNDS = """**What bounds them.** Of a forward and backward pass of 8 B, autograd takes what a
 node in Python without communication takes, in the next table, and the two calls what they take
-without gradient. The other 5 µs are the order of calls and the checks of the backward pass.
+without gradient. The rest is the order of calls, the checks of the backward pass, and waiting for
+the other rank, which has as much to do.
 
 At 1 KiB, a Gather of bare mpi4py takes 1.0 µs. The check of a call, an exchange of headers that
 is polled so that it can time out, takes 1.3 µs; with the new tensor and the Gather itself it is
@@ -179,9 +180,9 @@ A row may be off by 0.2, and by more where another program ran in every round.""
 GROUP_BOUNDS = """
 The last two rows are autograd alone, with a node in Python and with one of torch's. At 8 B, both
 take one step of the group per call: TorchRelay exchanges headers that hold the values, and torch
-reduces. The rest is Python without a hot spot: about 4 µs a call, and 5 µs for the order of
+reduces. The rest is Python without a hot spot: a few µs a call, and as much for the order of
 calls and the checks of the backward pass. At 64 KiB, TorchRelay takes two steps per call,
-because calls are compared before their data moves, and about 4 µs more of Python."""
+because calls are compared before their data moves."""
 
 # What is asked for: case, size, the most seconds or a ratio to a rival, in words, and as a function
 # of the row.
