@@ -1,7 +1,7 @@
 """Model switching: what a switch costs beside a ready model, a restarted process, and other ways to
 load weights.
 
-    python benchmarks/bench_switching.py                                 # about 6 minutes
+    python benchmarks/bench_switching.py                                 # about 5 minutes
     python benchmarks/bench_switching.py --part links --models bert vit  # a part, kept in --data
     python benchmarks/bench_switching.py --part report                   # results, plots of --data
     python benchmarks/bench_switching.py --smoke                         # once; writes nothing
@@ -42,8 +42,8 @@ from torchrelay.switching import ModelStore, Switcher
 ROOT = Path(__file__).parents[1]
 MODELS_FILE = Path(__file__).with_name("hf_models.py")
 IMAGES = ROOT / "docs" / "images"
-LINKS_GBPS = (6.0, 12.0, 25.0)
-CYCLES_S = (1.0, 2.0, 5.0)
+LINKS_GBPS = (6.0, 12.0)
+CYCLES_S = (1.0, 5.0)
 PAPER = ("resnet152", "inception", "bert")  # its models; the emulated links switch only these
 PAIRS = (("resnet152", "bert"), ("inception", "convnext"))
 RESTARTS = 1
@@ -402,8 +402,8 @@ overhead of qwen2 includes a copy of 19 MB of logits."""
 
 LINKS = """## Cold switches over an emulated link (figure 7)
 
-p50 in ms over a link of 6, 12 or 25 GB/s, or memory's own rate where that is lower (in parentheses:
-the rate that the copies reach). *one group*: no pipelining. *a group a layer*: no grouping. The
+p50 in ms over a link of 6 or 12 GB/s, or memory's own rate where that is lower (in parentheses: the
+rate that the copies reach). *one group*: no pipelining. *a group a layer*: no grouping. The
 bound is max(copy, compute) and the first group's copy, compute being the forward pass of a model in
 place."""
 
