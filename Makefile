@@ -27,7 +27,10 @@ sanitize: $(VENV)/tools
 	pytest --sanitize tests/unit/test_native.py $(ARGS)
 
 bench: $(VENV)/tools
-	for script in benchmarks/bench_*.py; do python $$script $(ARGS) || exit 1; done
+	@for script in benchmarks/bench_*.py; do \
+	  start=$$(date +%s); python $$script $(ARGS) || exit 1; \
+	  echo "$$script: $$(($$(date +%s) - start)) s"; \
+	done
 	python benchmarks/page.py
 
 lint: $(VENV)/tools
