@@ -147,7 +147,7 @@ class HelperProcess:
         """Start the process.
 
         Args:
-            command: as :meth:`command` returns it, with further arguments.
+            command: as :func:`module_command` returns it, with further arguments.
             new_session: keep the terminal's Ctrl-C from the process.
 
         Raises:
@@ -169,11 +169,6 @@ class HelperProcess:
             raise
         finally:
             theirs.close()
-
-    @staticmethod
-    def command(module: str) -> list[str]:
-        """Return the command that runs ``module``."""
-        return module_command(module)
 
     @property
     def pid(self) -> int:

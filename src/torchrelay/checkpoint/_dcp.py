@@ -184,6 +184,7 @@ class Writer(_AtPath, StorageWriter):
 
         Raises:
             ArgumentError: a value that JSON cannot hold; the message names its key.
+            MismatchError: a tensor is not as the plan describes it.
             StorageError: a file cannot be written.
         """
         assert self._saving is not None
@@ -239,6 +240,13 @@ def _chunks(
         assert isinstance(tensor, torch.Tensor) and data is not None
         dtype = dtype_of(key, tensor)
         check_memory(key, tensor)
+        planned = data.properties.dtype, tuple(data.chunk.sizes)
+        if (tensor.dtype, tuple(tensor.shape)) != planned:
+            raise MismatchError(
+                f"{key}: {type(planner).__name__} plans a tensor of {planned[0]} and shape "
+                f"{list(planned[1])}, and resolve_data() gives one of {tensor.dtype} and shape "
+                f"{list(tensor.shape)}; let create_local_plan() change the item's tensor_data too"
+            )
         if tensor.numel():
             box, shape = Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes)), tuple(data.size)
             memory = memory_of(tensor)
@@ -376,7 +384,9 @@ class Reader(_AtPath, StorageReader):
                 check_target(segment.key, target)
                 if segment.inner.numel:
                     targets.append((item, segment, target))
-        self._open().fill([(segment, target) for _, segment, target in targets])
+        # Of tied tensors, the last one, as in load().
+        filled = {memory_of(target): (segment, target) for _, segment, target in targets}
+        self._open().fill(filled.values())
         for item, _, target in targets:
             planner.commit_tensor(item, target)
         for item in plan.items:

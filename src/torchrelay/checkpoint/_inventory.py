@@ -104,7 +104,8 @@ def _blocks_of(
         for block in found:
             check_memory(key, block)
         blocks += found
-    return layouts, blocks, [block.data_ptr() if block.numel() else 0 for block in blocks]
+    addresses = [block.data_ptr() if block.numel() else 0 for block in blocks]
+    return [*layouts.items()], blocks, addresses
 
 
 def _stored_paths(leaves: Mapping[str, Leaf]) -> dict[str, StatePath]:

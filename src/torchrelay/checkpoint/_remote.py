@@ -192,9 +192,9 @@ class _RemoteSink:
 
     def abort(self) -> None:
         if hasattr(self._file, "discard"):
-            with remote_errors(f"giving up {self._where}"):
-                self._file.discard()
             self._file.forced = True  # or its destructor uploads what is left
+            with suppress(Exception):  # what failed before is raised
+                self._file.discard()
 
 
 class RemoteTransaction(_Store):
@@ -262,8 +262,9 @@ class RemoteTransaction(_Store):
 
     def discard(self) -> None:
         if self.save_id:
-            if self.is_marked(self.save_id):
-                self.delete(_of_a_save(self.names()))
+            with suppress(StorageError):  # the next save tries again
+                if self.is_marked(self.save_id):
+                    self.delete(_of_a_save(self.names()))
             self.save_id = ""
 
     def hand_over(self) -> tuple[int, ...]:

@@ -9,7 +9,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ import numpy as np
 import torch
 
 from torchrelay import _native, _telemetry, config
-from torchrelay._helper import HelperProcess
+from torchrelay._helper import HelperProcess, module_command
 from torchrelay._progress import Progress, tracking
 from torchrelay.buffers import Segment
 from torchrelay.checkpoint._catalog import Keep
@@ -123,6 +124,7 @@ class SaveHandle:
         self._done = threading.Event()
         self._error: Exception | None = None
         self._raised = False
+        self._is_left = False
 
     def done(self) -> bool:
         """Return whether the save has ended, successfully or not. Does not block."""
@@ -165,12 +167,7 @@ class SaveHandle:
             try:
                 received = self._helper.channel.receive(left_s)
             except PeerLostError:
-                self._error = PeerLostError(
-                    f"{self.path}: rank {self._rank}: the writer process has died (it "
-                    f"{self._helper.exit_reason()}); the checkpoint is discarded by the next save",
-                    ranks=(self._rank,),
-                )
-                self._helper.kill()  # if it has only closed its end
+                self._error = self._lost()
             else:
                 if received is None:
                     return False
@@ -184,15 +181,26 @@ class SaveHandle:
         finally:
             self._lock.release()
 
+    def _lost(self) -> PeerLostError:
+        """Return the error for a channel that has ended; kill the process unless it was left."""
+        if self._is_left:
+            return PeerLostError(
+                f"{self.path}: the writer process was left before it reported the end of the save; "
+                "latest() finds the checkpoint if it is committed"
+            )
+        reason = self._helper.exit_reason()
+        self._helper.kill()  # if it has only closed its end
+        return PeerLostError(
+            f"{self.path}: rank {self._rank}: the writer process has died (it {reason}); the "
+            "checkpoint is discarded by the next save",
+            ranks=(self._rank,),
+        )
+
     def _leave(self) -> None:
-        """Give up waiting, as the writer process has been left."""
-        with self._lock:
-            if not self._done.is_set():
-                self._error = PeerLostError(
-                    f"{self.path}: the writer process was left before it reported the end of the "
-                    "save; latest() finds the checkpoint if it is committed"
-                )
-                self._done.set()
+        """End the channel and all waiting; the process goes on with the save."""
+        self._is_left = True
+        self._helper.channel.shut_down()
+        self._wait(None)
 
 
 class Staging:
@@ -268,6 +276,7 @@ class _Writer:
     """
 
     def __init__(self) -> None:
+        self._lock, self._thread = threading.Lock(), 0  # of the thread that starts a save
         self._reset()
 
     def _reset(self) -> None:
@@ -276,11 +285,31 @@ class _Writer:
         self.last: SaveHandle | None = None
         self._sent: Plan | None = None  # what the process has
 
-    def finish_last(self) -> None:
-        """Wait for the previous save, and raise its error unless its handle already has."""
-        if self.last is not None and not self.last._raised:
-            self.last.result()
-        self.last = None  # not before: until then the process reads the staging memory
+    @contextmanager
+    def turn(self, path: str, *, waits: bool) -> Iterator[None]:
+        """Let no other thread start a save. First waits for the previous save, and raises its error
+        unless its handle already has.
+
+        Raises:
+            ArgumentError: this thread is starting one already, as where a signal interrupts it; or
+                another one is, and this one does not wait.
+        """
+        lock, thread = self._lock, threading.get_ident()
+        if not lock.acquire(blocking=waits and self._thread != thread):
+            raise ArgumentError(
+                f"{path}: another async_save() has not returned in this thread, or in another one, "
+                "for which several ranks do not wait, as they could block each other; let one "
+                "thread start one save at a time"
+            )
+        self._thread = thread
+        try:
+            if self.last is not None and not self.last._raised:
+                self.last.result()
+            self.last = None  # not before: until then the process reads the staging memory
+            yield
+        finally:
+            self._thread = 0
+            lock.release()
 
     def start(self) -> HelperProcess:
         """Start the process, unless it runs."""
@@ -290,7 +319,7 @@ class _Writer:
                 self.close()
         if self.helper is None:
             # new session: Ctrl-C is for the trainer; what is staged is still written
-            command = HelperProcess.command("torchrelay.checkpoint._writer_process")
+            command = module_command("torchrelay.checkpoint._writer_process")
             self.helper = HelperProcess(command, new_session=True)
         return self.helper
 
@@ -314,9 +343,9 @@ class _Writer:
         helper, staging, last = self.helper, self.staging, self.last
         self._reset()
         if helper is not None:
-            helper.channel.shut_down()  # also if a forked child has it open
             if last is not None:
                 last._leave()
+            helper.channel.shut_down()  # also if a forked child has it open
             helper.channel.close()
             helper.wait(None)
             staging.close()
@@ -325,6 +354,7 @@ class _Writer:
         """In a forked child: the process is the parent's."""
         if self.helper is not None:
             self.helper.abandon()
+        self._lock, self._thread = threading.Lock(), 0  # a thread that had it is not here
         self._reset()
 
 
@@ -351,7 +381,7 @@ def async_save(
     The copy is in shared memory that the next save uses again, and a process of its own writes it,
     so that the trainer is not disturbed. If the trainer is killed, that process still finishes the
     checkpoint, or discards it if another rank's part never comes. One save is in progress at a
-    time: a second call waits for the first.
+    time: a second call waits for the first, but not with several ranks for one in another thread.
 
     Args:
         state: as for :func:`save`.
@@ -367,17 +397,23 @@ def async_save(
 
     Raises:
         ArgumentError: a value that a checkpoint cannot hold, or a copy larger than
-            ``max_staging_bytes``.
+            ``max_staging_bytes``; or another call has not returned, in this thread or, with several
+            ranks, in another one.
         MismatchError, UnsupportedError, StorageError, PeerLostError: as for :func:`save`; also what
             ended the previous save, unless its handle has raised it.
     """
-    with _telemetry.event("checkpoint", "async_save", text_of(path)) as running:
+    event = _telemetry.event("checkpoint", "async_save", text_of(path))
+    with event as running, ExitStack() as held:
         options = SaveOptions(threads, fsync, checksum, keep, max_staging_bytes)
         saving = Saving(path, options)
         ranks = group_of(group, no_dist, for_save=True)
         transaction = saving.transaction
 
-        def stage() -> None:
+        def begin() -> None:
+            held.enter_context(_writer.turn(saving.path, waits=ranks.size == 1))
+
+        def stage() -> float:
+            commit_timeout_s = config.load(config.Checkpoint).commit_timeout_s
             saving.check_shared(save_id)
             _writer.start()
             running.size_bytes = int(plan.sizes.sum())
@@ -389,11 +425,12 @@ def async_save(
                 )
             blocks = [mine.blocks[chunk.block] for chunk in plan.chunks]
             _writer.staging.copy(blocks, plan.starts, plan.sizes)
+            return commit_timeout_s
 
         try:
-            save_id, mine, everyone = begin_save(state, saving, ranks, _writer.finish_last)
+            save_id, mine, everyone = begin_save(state, saving, ranks, begin)
             plan = plan_save(mine, everyone, ranks)
-            ranks.together(stage)
+            commit_timeout_s = ranks.together(stage)[ranks.rank]
         except BaseException:
             if ranks.is_coordinator:
                 transaction.discard()
@@ -405,7 +442,7 @@ def async_save(
             ranks.ranks,
             ranks.rank,
             mine.description.objects,
-            config.load(config.Checkpoint).commit_timeout_s,
+            commit_timeout_s,
         )
         fds = transaction.hand_over() if ranks.is_coordinator else ()
         try:

@@ -133,7 +133,7 @@ def _visit(
         if expand:
             _visit_mapping(found, path, f"{key}.", value.state_dict(), expand)
             return
-    elif isinstance(value, Mapping):
+    elif isinstance(value, Mapping) and path[-1] != SUBCLASS:  # read back, it is still one value
         _visit_mapping(found, path, f"{key}.", value, expand)
         return
     elif isinstance(value, list | tuple) and _is_nested(value):

@@ -18,7 +18,7 @@ from torchrelay.checkpoint._saving import grouped
 from torchrelay.checkpoint._state import flatten, insert, key_of, leaf_path
 from torchrelay.checkpoint._storage import storage_errors
 from torchrelay.checkpoint._types import Box
-from torchrelay.checkpoint._values import decode
+from torchrelay.checkpoint._values import decode, encode
 from torchrelay.errors import ArgumentError, CorruptionError, UnavailableError
 
 __all__ = ["FORMATS", "convert", "differences", "read_state"]
@@ -208,9 +208,17 @@ def differences(one: str, other: str, rtol: float, atol: float) -> Iterator[str]
                 yield f"{key}: {found}"
 
 
+def _text(value: Any) -> str:
+    """Return a text that is equal for equal values; of arrays, repr() shows a part."""
+    try:
+        return json.dumps(encode("", value))
+    except ArgumentError:  # of a file of torch.save
+        return repr(value)
+
+
 def _difference(one: Any, other: Any, rtol: float, atol: float) -> str | None:
     if not (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)):
-        return None if repr(one) == repr(other) else f"{one!r} and {other!r}"
+        return None if _text(one) == _text(other) else f"{one!r} and {other!r}"
     if one.dtype != other.dtype or one.shape != other.shape:
         return f"{one.dtype} {list(one.shape)} and {other.dtype} {list(other.shape)}"
     if not one.numel():

@@ -114,7 +114,10 @@ class _Writing:
                 transaction.discard()  # does nothing after a commit
             return
         finish = transaction.open_note(_NOTE.format(self.job.index))
-        finish(json.dumps(self._outcome()).encode())
+        outcome = self._outcome()
+        finish(json.dumps(outcome).encode())
+        if "error" in outcome:
+            raise from_json(outcome["error"])
         self._await_commit()
 
     def _coordinate(self) -> None:
@@ -128,7 +131,7 @@ class _Writing:
                         outcomes[index] = json.loads(note)
             return [rank for index, rank in enumerate(ranks) if index not in outcomes]
 
-        self._wait(missing)
+        self._wait(missing, "the checkpoint is discarded")
         parts = [_part(outcomes[index]) for index in range(len(ranks))]
         self.saving.commit(self.plan.everyone, parts)
 
@@ -146,7 +149,10 @@ class _Writing:
     def _await_commit(self) -> None:
         save_id, coordinator = self.job.save_id, self.job.ranks[0]
         is_committed = self.saving.is_committed
-        self._wait(lambda: [coordinator] if is_committed(save_id) is None else [])
+        self._wait(
+            lambda: [coordinator] if is_committed(save_id) is None else [],
+            "latest() finds the checkpoint if it is committed all the same",
+        )
         if not is_committed(save_id):
             raise PeerLostError(
                 f"{self.job.path}: the checkpoint was discarded; look at the output of rank "
@@ -154,14 +160,14 @@ class _Writing:
                 ranks=(coordinator,),
             )
 
-    def _wait(self, missing: Callable[[], list[int]]) -> None:
-        """Wait until no ranks are ``missing``."""
+    def _wait(self, missing: Callable[[], list[int]], otherwise: str) -> None:
+        """Wait until no ranks are ``missing``; ``otherwise`` ends the message of the error."""
         deadline = time.monotonic() + self.job.timeout_s
         while ranks := missing():
             if time.monotonic() > deadline:
                 raise OperationTimeoutError(
                     f"{self.job.path}: the writers of ranks {ranks} did not finish their parts "
-                    f"within {self.job.timeout_s:g} s; the checkpoint is discarded",
+                    f"within {self.job.timeout_s:g} s; {otherwise}",
                     ranks=ranks,
                 )
             time.sleep(_POLL_S)

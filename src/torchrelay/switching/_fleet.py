@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
-from torchrelay._helper import HelperProcess
+from torchrelay._helper import HelperProcess, module_command
 from torchrelay.config import Switching
 from torchrelay.errors import (
     OperationTimeoutError,
@@ -32,7 +32,7 @@ __all__ = ["Fleet", "WorkerProcess", "WorkerUser"]
 
 _log = logging.getLogger("torchrelay.switching")
 
-PROGRAM = HelperProcess.command("torchrelay.switching._worker")
+PROGRAM = module_command("torchrelay.switching._worker")
 _FAILED_STARTS = 3  # in a row, from which on requests fail instead of waiting
 _RETRY_S = 2.0
 

@@ -12,7 +12,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +23,15 @@ import torch
 from torchrelay._helper import Channel
 from torchrelay.checkpoint import Keep, async_save, latest, load, save, verify
 from torchrelay.checkpoint._save import _writer
-from torchrelay.errors import ArgumentError, OperationTimeoutError, PeerLostError, StorageError
+from torchrelay.errors import (
+    ArgumentError,
+    ConfigError,
+    OperationTimeoutError,
+    PeerLostError,
+    StorageError,
+)
 from torchrelay.world import World
+from waiting import eventually
 
 if TYPE_CHECKING:
     from ranks import RunProcesses
@@ -33,6 +41,36 @@ if TYPE_CHECKING:
 def no_writer_left() -> Iterator[None]:
     yield
     _writer.close()
+
+
+@pytest.fixture
+def state() -> dict[str, torch.Tensor]:
+    return {"w": torch.zeros(1000), "t": torch.zeros(4, 3)}
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Set when a thread begins to wait for the writer process."""
+    waits, receive = threading.Event(), Channel.receive
+
+    def received(self: Channel, timeout_s: float | None = None) -> Any:
+        waits.set()
+        return receive(self, timeout_s)
+
+    monkeypatch.setattr(Channel, "receive", received)
+    return waits
+
+
+class _Acting(dict[str, Any]):
+    """A state that does something while a save of it begins."""
+
+    def __init__(self, values: dict[str, Any], action: Callable[[], object]) -> None:
+        super().__init__(values)
+        self._action = action
+
+    def items(self) -> Any:
+        self._action()
+        return super().items()
 
 
 def _loaded(path: str | Path, count: int = 1000) -> float:
@@ -130,8 +168,9 @@ def test_many_saves_need_the_memory_of_one(tmp_path: Path) -> None:
     verify(tmp_path / "step-11")
 
 
-def test_errors_surface_at_result_or_at_the_next_save(tmp_path: Path) -> None:
-    state = {"w": torch.zeros(1000), "t": torch.zeros(4, 3)}
+def test_errors_surface_at_result_or_at_the_next_save(
+    tmp_path: Path, state: dict[str, Any]
+) -> None:
     async_save(state, tmp_path / "good").result(60)
     assert _writer.helper is not None
 
@@ -153,26 +192,75 @@ def test_errors_surface_at_result_or_at_the_next_save(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["good", "next"]
 
 
-def test_a_save_whose_writer_was_left_is_not_reported_as_committed(tmp_path: Path) -> None:
-    handle = async_save({"w": torch.zeros(1000), "t": torch.zeros(4, 3)}, tmp_path / "step")
-    _writer.close()  # as at exit
-    assert handle.done()
-    for _ in range(2):
-        with pytest.raises(PeerLostError, match="was left before it reported"):
-            handle.result()
-    assert _loaded(latest(tmp_path)) == 0.0  # the writer has finished it all the same
-
-
 def _stopped_writer() -> int:
     assert _writer.helper is not None
     os.kill(_writer.helper.pid, signal.SIGSTOP)
     return _writer.helper.pid
 
 
-def test_what_is_staged_stays_after_a_wait_that_was_interrupted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("way", ["result", "done"])
+def test_a_writer_that_is_left_finishes_a_save_that_is_not_reported_as_committed(
+    tmp_path: Path, state: dict[str, Any], waits: threading.Event, way: str
 ) -> None:
-    state = {"w": torch.zeros(1000), "t": torch.zeros(4, 3)}
+    async_save(state, tmp_path / "step-0").result(60)
+    pid = _stopped_writer()
+    handle = async_save(state, tmp_path / "step-1")
+
+    def wait() -> None:
+        with suppress(PeerLostError):
+            handle.result() if way == "result" else eventually(handle.done)
+        os.kill(pid, signal.SIGCONT)
+
+    waits.clear()
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    waits.wait()
+    _writer.close()  # as at exit
+    waiting.join()
+    assert handle.done()
+    for _ in range(2):
+        with pytest.raises(PeerLostError, match="was left before it reported"):
+            handle.result()
+    assert _loaded(tmp_path / "step-1") == 0.0
+
+
+def test_a_save_in_another_thread_waits_for_its_turn(tmp_path: Path, state: dict[str, Any]) -> None:
+    """It does not stage its tensors where those of a save that is not written yet are."""
+    async_save(state, tmp_path / "step-0").result(60)
+    pid = _stopped_writer()
+    handles: list[Any] = []
+    other = threading.Thread(
+        target=lambda: handles.append(async_save({"w": torch.ones(1000)}, tmp_path / "step-1"))
+    )
+
+    def meanwhile() -> None:
+        other.start()
+        other.join(0.3)  # it does not end
+
+    async_save(_Acting({"w": torch.zeros(1000)}, meanwhile), tmp_path / "step-2")
+    os.kill(pid, signal.SIGCONT)
+    other.join()
+    handles[0].result(60)
+    for step, value in ((1, 1.0), (2, 0.0)):
+        found = {"w": torch.full((1000,), -1.0)}
+        load(found, tmp_path / f"step-{step}")
+        assert torch.equal(found["w"], torch.full((1000,), value))
+
+
+def test_a_save_inside_a_save_is_refused(tmp_path: Path, state: dict[str, Any]) -> None:
+    """As by the handler of a signal."""
+
+    def inside() -> None:
+        with pytest.raises(ArgumentError, match="has not returned in this thread"):
+            async_save(state, tmp_path / "inside")
+
+    async_save(_Acting(state, inside), tmp_path / "step").result(60)
+    assert _loaded(tmp_path / "step") == 0.0 and os.listdir(tmp_path) == ["step"]
+
+
+def test_what_is_staged_stays_after_a_wait_that_was_interrupted(
+    tmp_path: Path, state: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     async_save(state, tmp_path / "step-0").result(60)
     pid = _stopped_writer()
     async_save(state, tmp_path / "step-1")
@@ -190,10 +278,13 @@ def test_what_is_staged_stays_after_a_wait_that_was_interrupted(
     assert [_loaded(tmp_path / f"step-{step}") for step in (1, 3)] == [0.0, 1.0]
 
 
-def test_a_job_that_cannot_be_sent_does_not_block_the_next_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_save_that_cannot_be_started_does_not_block_the_next_one(
+    tmp_path: Path, state: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    state = {"w": torch.zeros(1000), "t": torch.zeros(4, 3)}
+    with monkeypatch.context() as patched:
+        patched.setenv("TORCHRELAY_CHECKPOINT_COMMIT_TIMEOUT_S", "soon")
+        with pytest.raises(ConfigError, match="COMMIT_TIMEOUT_S"):
+            async_save(state, tmp_path / "step-0")
 
     def full(*args: Any) -> None:
         raise OSError(errno.EMFILE, "Too many open files")
@@ -208,19 +299,12 @@ def test_a_job_that_cannot_be_sent_does_not_block_the_next_one(
 
 
 def test_a_thread_that_waits_does_not_hold_up_another(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, state: dict[str, Any], waits: threading.Event
 ) -> None:
-    state = {"w": torch.zeros(1000), "t": torch.zeros(4, 3)}
     async_save(state, tmp_path / "step-0").result(60)
     pid = _stopped_writer()
     handle = async_save(state, tmp_path / "step-1")
-    waits, receive = threading.Event(), Channel.receive
-
-    def received(self: Channel, timeout_s: float | None = None) -> Any:
-        waits.set()
-        return receive(self, timeout_s)
-
-    monkeypatch.setattr(Channel, "receive", received)
+    waits.clear()
     waiting = threading.Thread(target=handle.result)
     waiting.start()
     waits.wait()
@@ -238,10 +322,81 @@ def test_the_writer_process_imports_no_torch() -> None:
     assert found.stdout.strip() == "False"
 
 
-def _save_and_die(world: World, folder: str) -> None:
+def _start(world: World) -> None:
     import torch.distributed as dist
 
     dist.init_process_group("gloo", store=world.connect(), rank=world.rank, world_size=world.size)
+
+
+@pytest.mark.processes(2)
+def test_ranks_do_not_wait_for_a_save_in_another_thread_of_one(
+    tmp_path: Path, world: World
+) -> None:
+    _start(world)
+    state = {"w": torch.ones(1000), "t": torch.zeros(4, 3)}
+    has_begun, may_end = threading.Event(), threading.Event()
+
+    def begun() -> None:
+        has_begun.set()
+        may_end.wait()
+
+    alone = threading.Thread(
+        target=async_save,
+        args=(_Acting(state, begun), tmp_path / "alone"),
+        kwargs={"no_dist": True},
+        daemon=True,
+    )
+    if world.rank == 1:
+        alone.start()
+        has_begun.wait()
+    with pytest.raises(ArgumentError, match="let one thread start one save at a time"):
+        async_save(state, tmp_path / "both")
+    if world.rank == 1:
+        may_end.set()
+        alone.join()
+    async_save(state, tmp_path / "both").result(60)
+    _writer.close()
+    assert {_loaded(tmp_path / name) for name in ("alone", "both")} == {1.0}
+
+
+@pytest.mark.processes(2)
+def test_each_rank_says_why_its_save_failed(tmp_path: Path, world: World) -> None:
+    import torch.distributed as dist
+
+    _start(world)
+    state = {f"w{world.rank}": torch.ones(1000)}
+    async_save(state, tmp_path / "good").result(60)
+    if world.rank == 1:
+        pid = _stopped_writer()
+    handle = async_save(state, tmp_path / "lost")
+    if world.rank == 1:
+        (tmp_path / ".lost.torchrelay-saving" / "data-00001-00000.safetensors").touch()
+        os.kill(pid, signal.SIGCONT)
+    with pytest.raises(StorageError, match=r"rank 1: creating .*data-00001-00000"):
+        handle.result(60)
+
+    # A coordinator that takes longer than another rank waits.
+    if world.rank == 0:
+        pid = _stopped_writer()
+    else:
+        os.environ["TORCHRELAY_CHECKPOINT_COMMIT_TIMEOUT_S"] = "0.2"
+    handle = async_save(state, tmp_path / "late")
+    if world.rank == 1:
+        with pytest.raises(OperationTimeoutError, match=r"ranks \[0\] .*latest\(\) finds"):
+            handle.result(60)
+    dist.barrier()
+    if world.rank == 0:
+        os.kill(pid, signal.SIGCONT)
+        handle.result(60)
+    dist.barrier()
+    assert latest(tmp_path) == str(tmp_path / "late")
+    _writer.close()
+
+
+def _save_and_die(world: World, folder: str) -> None:
+    import torch.distributed as dist
+
+    _start(world)
     state = {"w": torch.full((200_000,), 7.0), "t": torch.zeros(4, 3)}
     async_save(state, f"{folder}/step")
     dist.barrier()
@@ -267,7 +422,7 @@ def test_trainers_that_are_killed_have_saved_what_they_staged(
 def _lose_a_writer(world: World, folder: str) -> str:
     import torch.distributed as dist
 
-    dist.init_process_group("gloo", store=world.connect(), rank=world.rank, world_size=world.size)
+    _start(world)
     state = {"w": torch.full((1000,), 1.0), "t": torch.zeros(4, 3)}
     async_save(state, f"{folder}/good").result(60)
     assert _writer.helper is not None
@@ -304,7 +459,7 @@ def test_a_writer_that_is_lost_ends_the_save_on_every_rank(
 def _save_without_a_shared_folder(world: World, folder: str, is_async: bool) -> list[str]:
     import torch.distributed as dist
 
-    dist.init_process_group("gloo", store=world.connect(), rank=world.rank, world_size=world.size)
+    _start(world)
     errors = []
     # Each rank has a disk of its own, or another path: the second rank's folder is not the first's.
     Path(f"{folder}/{world.rank}").mkdir()

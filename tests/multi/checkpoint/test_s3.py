@@ -269,6 +269,30 @@ def test_an_upload_ends_before_the_next_one_begins(
     assert {name.split("/")[1] for name in _contents(store)} == {"step-1"}
 
 
+def test_a_failure_is_not_hidden_by_those_of_the_clean_up(
+    bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = _RemoteSink.write
+
+    def unreachable(*args: Any) -> Any:
+        raise StorageError("the store is unreachable")
+
+    def full(self: _RemoteSink, offset: int, data: memoryview) -> None:
+        write(self, offset, data)
+        patched.setattr(RemoteTransaction, "is_marked", unreachable)
+        raise StorageError("the store is full")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("s3fs.core.S3File.discard", unreachable)
+        patched.setattr(_RemoteSink, "write", full)
+        with pytest.raises(StorageError, match="the store is full"):
+            save({"w": torch.ones(5)}, f"{bucket}/run/step-1")
+        gc.collect()  # the destructor of a file that was given up uploads nothing
+    assert [*_contents(f"{bucket}/run")] == ["/step-1/torchrelay-saving.json"]
+    save({"w": torch.ones(5)}, f"{bucket}/run/step-1")
+    assert verify(f"{bucket}/run/step-1")
+
+
 def _save_often(world: World, url: str, saves: int) -> None:
     import torch.distributed as dist
 

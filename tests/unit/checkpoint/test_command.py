@@ -6,9 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 from typer.testing import CliRunner
 
 from torchrelay.checkpoint import load, save
@@ -53,6 +55,22 @@ def test_there_and_back_by_every_format(tmp_path: Path) -> None:
     dcp.load(found, checkpoint_id=tmp_path / "dcp")
     assert torch.equal(found["model"]["weight"], state["model"]["weight"])
     assert read_state(str(tmp_path / "start"))["optimizer"]["state"].keys() == {0, 1}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_wrappers_there_and_back_by_every_format(tmp_path: Path) -> None:
+    two = TwoTensor(torch.ones(3), torch.full((3,), 2.0))
+    save({"model": {"two": two, "list": [two]}}, tmp_path / "start")
+    source = tmp_path / "start"
+    for number, to in enumerate(("torchrelay", "dcp", "torchrelay", "torch", "torchrelay")):
+        result = _run("convert", source, tmp_path / f"{number}", "--to", to)
+        assert result.exit_code == 0, result.output
+        source = tmp_path / f"{number}"
+    result = _run("convert", source, tmp_path / "end", "--prefix", "model.")
+    assert result.exit_code == 0, result.output
+    found = TwoTensor(torch.zeros(3), torch.zeros(3))
+    assert load({"two": found, "list": [two]}, tmp_path / "end") == ([], [])
+    assert (found.a.tolist(), found.b.tolist()) == ([1.0] * 3, [2.0] * 3)
 
 
 def test_safetensors_with_an_index(tmp_path: Path) -> None:
@@ -117,6 +135,21 @@ def test_inspect_verify_and_diff(tmp_path: Path) -> None:
         )
     result = _run("convert", tmp_path / "b", tmp_path / "hf", "--to", "safetensors")
     assert result.exit_code == 0 and "left out 1 values that are not tensors: step" in result.output
+
+
+def test_values_that_are_printed_alike_differ(tmp_path: Path) -> None:
+    values = np.linspace(0, 1, 2000)
+    for name, change in (("a", 0.0), ("b", 1e-12)):
+        values[1000] += change
+        save({"many": values, "few": values[1000:1001], "step": 7}, tmp_path / name)
+    result = _run("diff", tmp_path / "a", tmp_path / "b")
+    assert result.exit_code == 1 and "many: " in result.output and "few: " in result.output
+    assert "step" not in result.output
+    assert _run("diff", tmp_path / "a", tmp_path / "a").exit_code == 0
+    torch.save({"set": {1, 2}, "step": 7}, tmp_path / "x.pt")  # a value that no checkpoint holds
+    torch.save({"set": {1, 3}, "step": 7.0}, tmp_path / "y.pt")
+    result = _run("diff", tmp_path / "x.pt", tmp_path / "y.pt")
+    assert "set: {1, 2} and {1, 3}" in result.output and "step: 7 and 7.0" in result.output
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

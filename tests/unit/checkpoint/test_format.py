@@ -316,14 +316,26 @@ def test_tied_tensors_are_stored_once_and_stay_tied(tmp_path: Path) -> None:
     assert torch.equal(model[1].weight, expected) and model[1].weight is model[0].weight
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_tied_tensors_that_differ_in_the_checkpoint_have_the_last_value(tmp_path: Path) -> None:
     """As ``load_state_dict()`` leaves them, in whatever order they lie in the files."""
+    import torch.distributed.checkpoint as dcp
+
+    from torchrelay.checkpoint import Reader
+
     save({"0.weight": torch.zeros(300, 300), "1.weight": torch.ones(300, 300)}, tmp_path / "x")
     tied = torch.empty(300, 300)
     for first, second, value in (("0", "1", 1.0), ("1", "0", 0.0)):
         state = {f"{first}.weight": tied, f"{second}.weight": tied.detach()}
         assert load(state, tmp_path / "x", threads=1) == ([], [])
         assert torch.equal(tied, torch.full((300, 300), value))
+
+    # DCP sorts the keys.
+    save({"1.weight": torch.ones(300, 300), "0.weight": torch.zeros(300, 300)}, tmp_path / "y")
+    for name in ("x", "y"):
+        tied.fill_(-1)
+        dcp.load(state, storage_reader=Reader(tmp_path / name, threads=1))
+        assert bool((tied == 1).all())
 
     def made() -> Any:
         model: Any = torch.nn.Sequential(*(torch.nn.Linear(300, 300, bias=False) for _ in "ab"))

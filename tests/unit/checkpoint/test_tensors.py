@@ -93,6 +93,24 @@ def test_lazy_conjugates_are_filled(way: str, tmp_path: Path) -> None:
         assert torch.equal(target, state[key])
 
 
+class _Own(torch.Tensor):
+    """A class that adds nothing."""
+
+
+@ways
+def test_keys_in_another_order_keep_their_tensors(way: str, tmp_path: Path) -> None:
+    """A save uses what it knows of the state that was saved last."""
+    sizes = {"a": (4, 1.0), "b": (4, 2.0), "c": (9, 3.0)}
+    state = {key: torch.full((size,), value) for key, (size, value) in sizes.items()}
+    for kind in (torch.Tensor, _Own):
+        for keys in ("abc", "bac", "cab"):
+            path = tmp_path / f"{kind.__name__}-{keys}"
+            WAYS[way]({key: state[key].as_subclass(kind) for key in keys}, path)
+            found = {key: torch.zeros_like(value) for key, value in state.items()}
+            load(found, path)
+            assert all(torch.equal(found[key], state[key]) for key in keys)
+
+
 def _one_element() -> dict[str, torch.Tensor]:
     """Tensors that are contiguous, with strides that a dense one would not have."""
     return {
@@ -249,6 +267,50 @@ def test_a_writer_refuses_tensors_without_memory(kind: str, tmp_path: Path) -> N
     with pytest.raises(UnsupportedError, match=r"two: .* cannot hold a TwoTensor"):
         _save_with_dcp({"two": TwoTensor(torch.ones(3), torch.ones(3))}, tmp_path / "d")
     assert not (tmp_path / "c").exists() and not (tmp_path / "d").exists()
+
+
+class _Changing(dcp.DefaultSavePlanner):
+    """Saves other tensors than the state has, and plans them if ``dtype`` is given."""
+
+    def __init__(self, change: Callable[[Any], Any], dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self._change, self._dtype = change, dtype
+
+    def create_local_plan(self) -> dcp.SavePlan:
+        plan = super().create_local_plan()
+        for item in plan.items:
+            if self._dtype is not None and item.tensor_data is not None:
+                item.tensor_data.properties.dtype = self._dtype
+        return plan
+
+    def resolve_data(self, write_item: Any) -> Any:
+        return self._change(super().resolve_data(write_item))
+
+
+@pytest.mark.parametrize(
+    ("change", "given"),
+    [
+        (torch.Tensor.half, r"torch\.float16 and shape \[4\]"),
+        (torch.Tensor.float, r"torch\.float32 and shape \[4\]"),
+        (lambda tensor: tensor[:2], r"torch\.bfloat16 and shape \[2\]"),
+    ],
+)
+def test_a_writer_refuses_tensors_that_are_not_as_planned(
+    change: Callable[[Any], Any], given: str, tmp_path: Path
+) -> None:
+    state = {"w": torch.arange(4.0).bfloat16()}
+    with (
+        pytest.raises(MismatchError, match=rf"^w: _Changing plans .*bfloat16.*{given}; let create"),
+        _raising_the_cause(),
+    ):
+        dcp.save(state, storage_writer=Writer(tmp_path / "c"), planner=_Changing(change))
+    assert not (tmp_path / "c").exists()
+
+    planner = _Changing(torch.Tensor.half, torch.float16)
+    dcp.save(state, storage_writer=Writer(tmp_path / "d"), planner=planner)
+    found = {"w": torch.zeros(4, dtype=torch.float16)}
+    load(found, tmp_path / "d")
+    assert found["w"].tolist() == [0, 1, 2, 3]
 
 
 UNFILLABLE: dict[str, tuple[Callable[[], torch.Tensor], type[TorchRelayError], str]] = {
