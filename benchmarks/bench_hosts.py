@@ -212,7 +212,7 @@ def main() -> None:
         "--smoke", action="store_true", help="one round, to see that it runs; writes nothing"
     )
     smoke = parser.parse_args().smoke
-    rounds = 1 if smoke else 7
+    rounds = 1 if smoke else 5
     if namespaces.missing():
         print(f"bench_hosts: skipped, {namespaces.missing()}")
         return

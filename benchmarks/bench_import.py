@@ -80,7 +80,7 @@ def start(backend: str, ranks: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--smoke", action="store_true", help="one iteration, nothing written")
-    repeats = 1 if parser.parse_args().smoke else 11
+    repeats = 1 if parser.parse_args().smoke else 7
     alone: list[float] = []
     beyond: dict[str, list[float]] = {name: [] for name in CASES}
     for _ in range(repeats):
@@ -98,7 +98,7 @@ def main() -> None:
     starts = []
     for ranks in RANKS[:1] if repeats == 1 else RANKS:
         taken: dict[str, list[float]] = {"sml": [], "gloo": []}
-        for _ in range(min(repeats, 5)):
+        for _ in range(min(repeats, 3)):
             for backend, seconds_taken in taken.items():
                 seconds_taken.append(start(backend, ranks))
         ours, theirs = (statistics.median(taken[backend]) for backend in ("sml", "gloo"))
@@ -109,9 +109,9 @@ def main() -> None:
         write(
             "import",
             "Import and start",
-            table(["import", "processor time, median of 11", "at most"], rows),
+            table(["import", "processor time, median of 7", "at most"], rows),
             "From the call of `init_process_group`, in processes that have all started, to the end "
-            "of the first barrier, on the clock; medians of 5, backends in turn.",
+            "of the first barrier, on the clock; medians of 3, backends in turn.",
             table(["ranks", "sml", "Gloo", "difference", "at most"], starts),
         )
 

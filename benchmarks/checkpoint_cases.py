@@ -380,7 +380,7 @@ def upload_ways(folder: str, rows: int) -> dict[str, Way]:
 
 # --- Measuring
 
-LONG_S = 2.5  # what takes longer is measured once
+LONG_S = 1.5  # what takes longer is measured once
 
 
 def _figures(ways: dict[str, Way], repeats: int, with_peak: bool) -> Figures:
