@@ -50,19 +50,15 @@ def device_available(device: torch.device) -> bool:
 
 
 def default_generator(device: torch.device) -> torch.Generator:
-    """Return the generator that operations on ``device`` draw from if given none.
-
-    For a device that is absent here: a CPU generator of its own, with the seed that ``manual_seed``
-    set.
+    """Return the generator that operations on ``device`` draw from if given none; for a device that
+    is absent here, that of the CPU.
     """
-    if device.type != "cpu" and device_available(device):
-        module = getattr(torch, device.type)
-        module.init()  # there are no default generators before
-        index = module.current_device() if device.index is None else device.index
-        return module.default_generators[index]  # type: ignore[no-any-return]
-    if device.type == "cpu":
+    if device.type == "cpu" or not device_available(device):
         return torch.default_generator
-    return torch.Generator().manual_seed(torch.default_generator.initial_seed())
+    module = getattr(torch, device.type)
+    module.init()  # there are no default generators before
+    index = module.current_device() if device.index is None else device.index
+    return module.default_generators[index]  # type: ignore[no-any-return]
 
 
 @contextmanager

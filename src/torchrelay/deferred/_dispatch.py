@@ -97,11 +97,13 @@ class DispatchingTensor(FakeTensor):
         return object.__format__(self, spec)
 
     def numpy(self, *, force: bool = False) -> Any:
-        return self._read("numpy()").numpy(force=force)
+        values = self._read("numpy()").numpy(force=force)
+        values.flags.writeable = False  # a write to this copy would be lost
+        return values
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
-        values = self._read("numpy.asarray()").numpy(force=True)
-        return values if dtype is None else values.astype(dtype)
+        values = self.numpy(force=True)
+        return values.astype(values.dtype if dtype is None else dtype, copy=bool(copy))
 
     def tolist(self) -> Any:
         return self._read("tolist()").tolist()
@@ -159,7 +161,11 @@ class DispatchingTensor(FakeTensor):
         if self._region.storage.deferred:
             args = (self, *(float(called[name]) for name in ("mean", "std", "a", "b")))
             kwargs = {"generator": called.get("generator")}
-            record(trunc_normal, describe(trunc_normal), args, kwargs, writes=(self._region,))
+            operator = describe(trunc_normal)
+            if self._history.escaped is not None:
+                _through(trunc_normal, operator, args, kwargs)
+            else:
+                record(trunc_normal, operator, args, kwargs, writes=(self._region,))
 
 
 FakeTensor.concrete = DispatchingTensor

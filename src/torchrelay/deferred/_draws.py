@@ -143,7 +143,7 @@ def rule_for(func: Any, dtype: torch.dtype, args: tuple[Any, ...] = ()) -> DrawR
     make, values = _RULES[func]
     rule = make(dtype, args)
     if values is None:  # how many words a fill takes can depend on the bounds of integers alone
-        values = tuple(value for value in args[1:] if isinstance(value, int))
+        values = args[1:]
     return rule if _holds(func, dtype, rule.words, values) else None
 
 

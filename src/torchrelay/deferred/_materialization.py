@@ -179,8 +179,7 @@ class _Materialization:
         self._dtype = dtype
         self._shard = shard
         self._replaced: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._blank: set[int] = set()  # fakes that get memory only, by id
-        self._blank_storages: set[Storage] = set()  # also for what shares it and has no name
+        self._blank: set[Storage] = set()  # get memory only
         self._memory: dict[Storage, torch.UntypedStorage] = {}
 
     def leave_uninitialized(
@@ -201,13 +200,11 @@ class _Materialization:
                         named[id(fake)] = fake._region.storage
                     elif id(fake) not in named:  # not another name of a tied one
                         wanted.add(fake._region.storage)
-        self._blank = {key for key, storage in named.items() if storage not in wanted}
-        if self._shard is None:
-            self._blank_storages = {named[key] for key in self._blank}
+        self._blank = set(named.values()) - wanted
 
     def run(self, module: torch.nn.Module, prefix: str, buffers_only: bool) -> None:
         for fake in () if buffers_only else _loose_fakes(module):
-            self._give(fake)
+            self._give(fake, is_loose=True)
         for registry in (
             (module._buffers,) if buffers_only else (module._parameters, module._buffers)
         ):
@@ -228,7 +225,7 @@ class _Materialization:
         slices = local_slices(self._shard, name, tensor)
         new = self._give(tensor) if slices is None else self._part(name, tensor, slices)
         # The recorded values of what stays uninitialized are not those that it will have.
-        if is_first and id(tensor) not in self._blank:
+        if is_first and region.storage not in self._blank:
             remember(new, region, history)
         return new
 
@@ -265,10 +262,11 @@ class _Materialization:
         self._replaced[id(fake)] = fake, new
         return new
 
-    def _give(self, fake: FakeTensor) -> torch.Tensor:
+    def _give(self, fake: FakeTensor, is_loose: bool = False) -> torch.Tensor:
         history, region = fake._history, fake._region
         storage = region.storage
-        is_blank = id(fake) in self._blank or storage in self._blank_storages
+        # Beside parts, which have memory of their own, a loose one is filled by nobody else.
+        is_blank = storage in self._blank and not (is_loose and self._shard is not None)
         with _torch.plain_torch():
             if is_blank:
                 if storage not in self._memory:
@@ -284,7 +282,7 @@ class _Materialization:
 
     def _part_values(self, fake: FakeTensor, slices: Slices) -> torch.Tensor:
         region = sliced(fake, slices)
-        if id(fake) not in self._blank:
+        if region.storage not in self._blank:
             return part_of(region, self._replay)
         return torch.empty(
             region.size, dtype=region.dtype, device=self._replay.place(region.storage.device)

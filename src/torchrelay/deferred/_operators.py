@@ -37,7 +37,10 @@ _SIMPLE = _FILLS - {"aten::copy_", "aten::fill_.Tensor", "aten::bernoulli_.Tenso
 
 # Operations without a tensor argument are factories; so are these, whose argument only lends its
 # attributes.
-_LIKE = ("_like", "new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided")
+_LIKE = {
+    "empty_like", "full_like", "ones_like", "rand_like", "randint_like", "randn_like", "zeros_like",
+    "new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros",
+}  # fmt: skip
 
 # Overloads that take a generator, for those that do not.
 _WITH_GENERATOR = {
@@ -164,6 +167,7 @@ def _describe(func: Any) -> Operator:
     schema, name, tags = func._schema, func.name(), set(func.tags)
     arguments = schema.arguments
     named = {argument.name for argument in arguments}
+    tensors = sum("Tensor" in str(argument.type) for argument in arguments)
     base = schema.name.removeprefix("aten::")
     out_of_place = base if base == "copy_" else base.removesuffix("_")
     creates = any(result.alias_info is None for result in schema.returns)
@@ -171,7 +175,7 @@ def _describe(func: Any) -> Operator:
         name=name,
         is_view=func.is_view or name in _VIEWS,
         is_simple=name in _SIMPLE,
-        is_factory=base.endswith(_LIKE) or not any("Tensor" in str(a.type) for a in arguments),
+        is_factory=tensors == 0 or (tensors == 1 and base in _LIKE),
         changes_shape=torch.Tag.inplace_view in tags,
         composite=func._can_decompose()
         and func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd),

@@ -197,6 +197,8 @@ class _Parts:
         _draws.fill_part(node.func, values, rule, target.numel, first, mine, at)
 
     def _elementwise(self, node: Node, cut: _Cut, mine: torch.Tensor) -> None:
+        if 0 in mine.stride():  # expanded: several of its elements are one in memory
+            raise _NotSliceableError
         own = node.writes[0] if node.writes else None
         contiguous = mine.contiguous()
 

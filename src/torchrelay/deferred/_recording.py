@@ -14,7 +14,7 @@ from torchrelay.deferred._generators import Watch
 from torchrelay.deferred._graph import External, History, Node, Region, map_tensors
 from torchrelay.deferred._operators import Operator
 from torchrelay.deferred._replay import Replay
-from torchrelay.deferred._tensor import FakeTensor
+from torchrelay.deferred._tensor import FakeTensor, meta_of
 from torchrelay.errors import DeferredError
 
 __all__ = ["FakeSession", "active", "current", "record", "recording"]
@@ -36,6 +36,7 @@ class FakeSession:
         self.deferred = deferred
         self.pretend = pretend
         self._watches: dict[Any, Watch] = {}
+        self._entry = torch.get_rng_state()
         self.replay = Replay()
         self.memory: torch.UntypedStorage | None = None
         self._read: dict[int, list[External]] = {}
@@ -77,12 +78,12 @@ class FakeSession:
     def close(self, done: bool) -> None:
         """End the watches and set the generators: to the end of the program if done, else back."""
         try:
-            for key, watch in self._watches.items():
+            for watch in self._watches.values():
                 if _generators.release(watch):
-                    stand_in = (
-                        isinstance(key, torch.device) and key.type != watch.generator.device.type
-                    )
-                    self._settle(watch, done and not stand_in)
+                    self._settle(watch, done)
+            default = torch.default_generator
+            if not done and all(one.generator is not default for one in _generators.watches()):
+                default.set_state(self._entry)  # also if the program set it before it drew
         finally:
             self._watches.clear()
             self._read.clear()
@@ -148,7 +149,9 @@ def record(
     keeps: list[History] = []
     outside: list[External] = []
 
-    def remember(value: torch.Tensor) -> Region | External:
+    def remember(value: torch.Tensor) -> Region | External | torch.Tensor:
+        if operator.is_factory:
+            return meta_of(value)
         if not isinstance(value, FakeTensor):
             outside.append(External(value))
             return outside[-1]

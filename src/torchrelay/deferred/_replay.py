@@ -154,8 +154,12 @@ class Replay:
             node = _without_target(node)
         # This may be in the middle of another run, whose memory is not touched.
         schedule = Schedule(nodes=[node], cached=False)
+        # What was recorded for an absent device draws from the generator of the CPU.
+        assert node.position is not None
+        replay = Replay(node.position.origin.device)
+        replay.generators = self.generators
         with _torch.plain_torch():
-            for _ in _Run(self, schedule, keep=False).nodes():
+            for _ in _Run(replay, schedule, keep=False).nodes():
                 pass
 
 

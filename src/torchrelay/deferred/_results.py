@@ -12,7 +12,7 @@ from torchrelay.deferred import _tensor as tensors
 from torchrelay.deferred._graph import Constant, Node, Region, Storage, flat, map_tensors
 from torchrelay.deferred._operators import Operator, constant, describe
 from torchrelay.deferred._recording import record
-from torchrelay.deferred._tensor import FakeTensor, fake_from_region
+from torchrelay.deferred._tensor import FakeTensor, fake_from_region, meta_of
 from torchrelay.errors import ArgumentError, UnavailableError, UnsupportedError
 
 __all__ = [
@@ -63,13 +63,7 @@ def _key(value: Any, by_kind: bool) -> Any:
 
 
 def _shapes_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-
-    def shadow(value: torch.Tensor) -> torch.Tensor:
-        if isinstance(value, FakeTensor):
-            return value._region.meta()
-        return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="meta")
-
-    meta_kwargs = {key: map_tensors(value, torch.Tensor, shadow) for key, value in kwargs.items()}
+    meta_kwargs = {key: map_tensors(value, torch.Tensor, meta_of) for key, value in kwargs.items()}
     if "generator" in kwargs:
         meta_kwargs["generator"] = None  # nothing is drawn
     if "device" in meta_kwargs or (describe(func).is_factory and describe(func).takes_device):
@@ -78,8 +72,8 @@ def _shapes_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     name = describe(func).name
     with _torch.plain_torch():
         if name.startswith(_LAID_OUT_BY_DEVICE):
-            return _torch.results_on_device(func, args, meta_kwargs, shadow)
-        results = func(*map_tensors(args, torch.Tensor, shadow), **meta_kwargs)
+            return _torch.results_on_device(func, args, meta_kwargs, meta_of)
+        results = func(*map_tensors(args, torch.Tensor, meta_of), **meta_kwargs)
         return (
             map_tensors(results, torch.Tensor, _row_by_row)
             if name in _LAID_OUT_IN_ROWS

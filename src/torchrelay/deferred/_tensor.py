@@ -28,6 +28,7 @@ __all__ = [
     "fake_from_region",
     "give_shape",
     "go_back",
+    "meta_of",
     "replacement",
 ]
 
@@ -197,19 +198,23 @@ def assign(fake: FakeTensor, value: torch.Tensor) -> None:
         _set_data(fake, value)
         fake._region, fake._history = value._region, value._history
     else:
-        become(fake, value)
+        become(fake, value.detach())  # not value itself, which stays the program's
 
 
 _set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
-def _deepcopy(fake: FakeTensor, memo: dict[int, Any]) -> FakeTensor:
+def _deepcopy(fake: FakeTensor, memo: dict[int, Any]) -> torch.Tensor:
     """Return a copy with its own storage; tensors that shared one still share one."""
     if not fake.is_leaf:
         raise DeferredError(
             "Only tensors that are leaves of the autograd graph can be deep-copied."
         )
-    region = fake._region
+    region, escaped = fake._region, fake._history.escaped
+    if escaped is not None:
+        real = become(copy.copy(fake), copy.deepcopy(region.of(escaped), memo))
+        real.__dict__.update(copy.deepcopy(real.__dict__, memo))
+        return real
     storage = region.storage
     with torch.no_grad():
         copied: Any = memo.get(id(storage))
@@ -284,6 +289,15 @@ def replacement(fake: FakeTensor, real: torch.Tensor) -> torch.Tensor:
     for name, value in attributes.items():
         setattr(real, name, value)
     return real
+
+
+def meta_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a meta tensor with the dtype, size and strides of ``tensor``; those of fake tensors
+    share memory as they do.
+    """
+    if isinstance(tensor, FakeTensor):
+        return tensor._region.meta()
+    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def fake_from_region(region: Region, history: History) -> FakeTensor:

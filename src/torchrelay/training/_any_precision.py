@@ -158,7 +158,9 @@ def _real(tensor: torch.Tensor) -> torch.Tensor:
 def _complete(state: dict[str, torch.Tensor], param: torch.Tensor, group: dict[str, Any]) -> None:
     """Add the state that ``param`` lacks: all, or the compensation that was just enabled."""
     if "step" not in state:
-        state["step"] = torch.tensor(0.0)
+        # In bfloat16, as by default, the count would stop at 256.
+        dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
+        state["step"] = torch.zeros((), dtype=dtype, device="cpu")
     for name in ["exp_avg", "exp_avg_sq"] + ["compensation"] * group["use_kahan_summation"]:
         if name not in state:
             state[name] = torch.zeros_like(param, dtype=group[_STATE_DTYPES[name]])

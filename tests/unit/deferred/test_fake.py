@@ -197,8 +197,58 @@ def test_what_was_recorded_elsewhere_is_materialized_here_on_request() -> None:
         assert module.weight.device.type == "cpu" and not is_deferred(module)
 
 
-def test_an_exception_leaves_nothing_behind() -> None:
+@without_cuda
+def test_draws_for_an_absent_device_are_those_of_the_cpu() -> None:
+    def build(device: str) -> nn.Module:
+        module = nn.Sequential(*(nn.Linear(8, 8, device=device) for _ in range(2)))
+        module.register_buffer("few", torch.randn(3, device=device))  # an unknown number of words
+        module.register_buffer("here", torch.rand(3))
+        return module
+
+    def program(make: Callable[[str], nn.Module], device: str) -> list[nn.Module]:
+        torch.manual_seed(5)
+        modules = [make(device), make(device)]
+        for layer in modules[0].children():
+            nn.init.normal_(layer.weight)  # type: ignore[arg-type]
+        return modules
+
+    eager, end = program(build, "cpu"), torch.get_rng_state()
+    deferred = program(lambda device: deferred_init(build, device), "cuda")
+    assert torch.equal(torch.get_rng_state(), end)
+    materialize_tensor(deferred[1].here)  # type: ignore[arg-type]
+    for mine, theirs in zip(deferred, eager, strict=True):
+        materialize_module(mine, device="cpu")
+        for name, tensor in theirs.state_dict().items():
+            assert torch.equal(mine.state_dict()[name], tensor), name
+
+
+@without_cuda
+def test_a_draw_for_an_absent_device_does_not_hinder_the_next() -> None:
+    def build() -> torch.Tensor:
+        torch.randn(3, device="cuda" if fake.is_fake(torch.ones(1)) else "cpu")
+        here = torch.rand(3)
+        torch.manual_seed(1)
+        return here
+
+    torch.manual_seed(5)
+    eager = build()
+    torch.manual_seed(5)
+    assert torch.equal(materialize_tensor(deferred_init(build)), eager)
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        lambda real: torch.randn(3),
+        lambda real: torch.manual_seed(4),
+        nn.init.normal_,
+    ],
+)
+def test_an_exception_leaves_nothing_behind(first: Callable[[torch.Tensor], object]) -> None:
+    real = torch.ones(3)
+
     def fail() -> None:
+        first(real)
         torch.randn(3)
         torch.manual_seed(3)
         raise KeyError("on purpose")

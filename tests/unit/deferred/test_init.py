@@ -115,6 +115,7 @@ CASES |= {
     "foreach": changed(lambda m: torch._foreach_mul_([m.weight.data, m.bias.data], 2.0) and m),  # type: ignore[unreachable]
     "buffer_class": changed(lambda m: setattr(m, "extra", nn.Buffer(torch.rand(4)))),
     "randperm": holding(lambda: torch.randperm(1000)),
+    "random_from": holding(lambda: torch.empty(40, dtype=torch.int64).random_(5, None)),
     "randint": holding(lambda: torch.randint(3, 9, (20,))),
     "multinomial": holding(lambda: torch.multinomial(torch.rand(10), 3)),
     "bernoulli": holding(lambda: torch.bernoulli(torch.rand(30))),
@@ -128,6 +129,7 @@ CASES |= {
     "svd": holding(lambda: torch.linalg.svd(torch.rand(3, 4))[2]),
     "transposed_in_place": holding(lambda: torch.rand(3, 4).t_().add_(1)),
     "resized": holding(lambda: torch.rand(3).resize_(2)),
+    "expanded": holding(lambda: torch.rand(1).expand(7).masked_fill_(torch.rand(7) > 0.5, 3)),
     "out": holding(lambda: torch.add(torch.rand(3), 1, out=torch.empty(3))),
     "inverse_cdf": holding(lambda: torch.rand(33, 17).erfinv_().mul_(3).clamp_(-1, 1)),
 }  # fmt: skip

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -65,6 +66,21 @@ def test_real_tensors_stay_real(tmp_path: Path) -> None:
         _nested,
     ):
         assert not any(equals_eager(build))
+
+
+def test_a_real_tensor_that_buffers_get_as_data_stays_real() -> None:
+    stats = torch.full((4,), 5.0)
+
+    def build() -> nn.BatchNorm1d:
+        norm = nn.BatchNorm1d(4)
+        norm.running_mean.data = norm.running_var.data = stats  # type: ignore[union-attr]
+        return norm
+
+    norm = deferred_init(build)
+    for buffer in (norm.running_mean, norm.running_var):
+        assert buffer is not None and not is_deferred(buffer)
+        assert buffer.data_ptr() == stats.data_ptr()
+    assert stats.tolist() == [5.0] * 4
 
 
 def test_deep_copies_of_what_is_real_are_real() -> None:
@@ -130,6 +146,21 @@ def test_safetensors_stay_real(tmp_path: Path) -> None:
 )
 def test_numbers_out_of_tensors(build: Callable[[], Any]) -> None:
     equals_eager(build)
+
+
+def test_arrays_are_read_only_unless_they_are_copies() -> None:
+    """In eager mode, a write to one that shares memory would change the tensor."""
+
+    def build() -> torch.Tensor:
+        tensor = torch.zeros(3)
+        for array in (tensor.numpy(), np.asarray(tensor)):
+            with pytest.raises(ValueError, match="read-only"):
+                array[:] = 7
+        for array in (np.array(tensor), np.asarray(tensor, np.float64)):
+            array[:] = 7
+        return tensor
+
+    assert not materialize_tensor(deferred_init(build)).any()
 
 
 def test_formatting_outside_is_refused() -> None:

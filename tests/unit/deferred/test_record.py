@@ -5,7 +5,9 @@ between, drawn for real.
 from __future__ import annotations
 
 import copy
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +16,12 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from torchrelay.deferred import deferred_init, materialize_module, materialize_tensor
+from torchrelay.deferred import (
+    deferred_init,
+    dematerialize,
+    materialize_module,
+    materialize_tensor,
+)
 from torchrelay.errors import DeferredError
 
 Build = Callable[[], nn.Module]
@@ -155,6 +162,91 @@ def test_a_deferred_view_of_a_materialized_tensor_is_that_tensor() -> None:
         materialize_tensor(later)
     assert materialize_tensor(module.view).tolist() == [4] * 4
     assert module.view.data_ptr() == module.base[2:].data_ptr()
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_deferred_view_of_a_materialized_tensor_is_drawn_and_copied(inside: bool) -> None:
+    def build() -> nn.Module:
+        module = nn.Module()
+        module.register_buffer("base", torch.zeros(60))
+        module.view = nn.Parameter(module.base[20:])  # type: ignore[index]
+        return module
+
+    def change(module: nn.Module) -> nn.Module:
+        nn.init.trunc_normal_(module.view, std=1.0, a=-1, b=1)  # type: ignore[arg-type]
+        return copy.deepcopy(module)
+
+    eager, module = both(build)
+    materialize_tensor(module.base)
+    torch.manual_seed(3)
+    copied = deferred_init(change, module) if inside else change(module)
+    end = torch.get_rng_state()
+    torch.manual_seed(3)
+    change(eager)
+    assert torch.equal(torch.get_rng_state(), end)
+    for one in (module, copied):
+        materialize_module(one)
+        assert_same(one, eager)
+        assert one.view.data_ptr() == one.base[20:].data_ptr()  # type: ignore[operator,index]
+    assert isinstance(copied.view, nn.Parameter)
+    assert copied.view.data_ptr() != module.view.data_ptr()
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_factories_read_only_the_attributes_of_a_tensor(inference: bool) -> None:
+    """Not its values, which may change, and not its memory, which nothing keeps."""
+    with torch.inference_mode(inference):
+        held = [torch.randn(2, 4, 8, 8).to(memory_format=torch.channels_last).double()]
+
+    def build() -> nn.Module:
+        module = nn.Module()
+        for name, make in FACTORIES.items():
+            module.register_buffer(name, make(held[0]))
+        return module
+
+    eager, module = both(build)
+    with torch.inference_mode(inference):
+        held[0].add_(1)
+    memory = weakref.ref(held.pop())
+    gc.collect()
+    assert memory() is None
+
+    def again() -> nn.Module:
+        dematerialize(module)
+        return module
+
+    in_every_order(again, eager)
+
+
+FACTORIES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "zeros_like": torch.zeros_like,
+    "ones_like": torch.ones_like,
+    "full_like": lambda t: torch.full_like(t, 3),
+    "rand_like": torch.rand_like,
+    "randn_like": lambda t: torch.randn_like(t, dtype=torch.float32),
+    "randint_like": lambda t: torch.randint_like(t, 9),
+    "randint_like_from": lambda t: torch.randint_like(t, 5, 9),
+    "generator": lambda t: torch.rand_like(t, generator=torch.Generator().manual_seed(2)),
+    "new_zeros": lambda t: t.new_zeros(3),
+    "new_ones": lambda t: t.new_ones(3),
+    "new_full": lambda t: t.new_full((3,), 2),
+    "empty_like": lambda t: torch.empty_like(t).fill_(1),
+    "new_empty": lambda t: t.new_empty(3).fill_(1),
+    "new_empty_strided": lambda t: t.new_empty_strided((3, 2), (1, 3)).normal_(),
+}
+
+
+def test_factories_do_not_compute_the_tensors_whose_attributes_they_read() -> None:
+    with pytest.raises(DeferredError, match="changed in place"):
+        materialize_tensor(_like_a_changed_sum(lambda t: t + 1))
+    assert not materialize_tensor(_like_a_changed_sum(torch.zeros_like)).any()
+
+
+def _like_a_changed_sum(make: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    outside = torch.ones(3)
+    made = deferred_init(lambda: make(torch.zeros(3) + outside))
+    outside.add_(1)
+    return made
 
 
 @pytest.mark.parametrize(

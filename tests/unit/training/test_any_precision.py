@@ -73,6 +73,18 @@ def test_full_precision_equals_torch_adamw_bit_for_bit(
     assert torch.equal(ours, _run(value, gradients, torch.optim.AdamW, **options))
 
 
+def test_steps_are_counted_whatever_the_default_dtype_is() -> None:
+    """bfloat16 has no integers between 256 and 258."""
+    value, gradients = torch.rand(3), [torch.rand(3) for _ in range(260)]
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        mine = _run(value, gradients, **FULL)
+        theirs = _run(value, gradients, torch.optim.AdamW, foreach=False, weight_decay=0.0)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(mine, theirs)
+
+
 def test_full_precision_is_adamw_by_its_definition() -> None:
     value, gradients = torch.randn(1000), _gradients(50)
     ours = _run(
