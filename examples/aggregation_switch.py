@@ -1,7 +1,7 @@
 """Data-parallel training over several hosts whose gradients an aggregation switch sums, on one
 machine.
 
-    sudo python examples/aggregation_switch.py --hosts 3 --ranks-per-host 2
+    sudo .venv/bin/python examples/aggregation_switch.py --hosts 3 --ranks-per-host 2
 
 Each host is a network namespace with one link to a namespace in which a switch runs.
 The same model is trained over ``sml`` and over Gloo. Needs root and the commands ip, nsenter and

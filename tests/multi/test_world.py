@@ -62,10 +62,12 @@ def test_waiting_for_a_late_rank_prints_nothing(run_processes: RunProcesses) -> 
 
 def _report_unless_killed(world: World) -> tuple[int, ...]:
     store = world.connect(30)
+    store.set(f"here/{world.rank}", "")
+    store.wait([f"here/{rank}" for rank in range(world.size)])  # they may start far apart
     if world.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     try:
-        Meeting(store, world.rank, world.size, 1.0)
+        Meeting(store, world.rank, world.size, 5.0)
     except OperationTimeoutError as error:
         return error.ranks
     return ()

@@ -105,6 +105,23 @@ def test_what_is_installed_by_name_is_what_the_extras_bring() -> None:
                 assert known, f"{page.name}: pip install {line}"
 
 
+def test_where_a_page_runs_the_command_its_extras_bring_it() -> None:
+    project = (ROOT / "pyproject.toml").read_text()
+
+    def brought_by(extras: str) -> set[str]:
+        names = set(extras.split(","))
+        for name in extras.split(","):
+            for more in re.findall(rf'^{name} = .*"torchrelay\[([\w,]+)\]"', project, re.MULTILINE):
+                names |= brought_by(more)
+        return names
+
+    for page in PAGES:
+        text = page.read_text()
+        if re.search(r"^(?:\$ )?torchrelay \w", text, re.MULTILINE):
+            for extras in re.findall(r"^(?:\$ )?pip install '\.\[([\w,]+)\]'", text, re.MULTILINE):
+                assert "cli" in brought_by(extras), f"{page.name}: pip install '.[{extras}]'"
+
+
 def test_every_fence_has_a_language() -> None:
     bare = [
         f"{page.name}: {text[:40]!r}"

@@ -20,6 +20,13 @@ SOURCES = sorted((ROOT / "native" / "tests").glob("*_test.cc"))
 TOOLS_PATH = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
 
 
+def is_of_this(cache: Path) -> bool:
+    """Whether the editable install of this environment wrote it, not a build by pip in one of its
+    own, which is gone.
+    """
+    return f"CMAKE_PREFIX_PATH:PATH={sys.prefix}/" in cache.read_text()
+
+
 @pytest.fixture(scope="module")
 def build(sanitizer: str) -> Path:
     """Return the folder with the programs, built without Python for a sanitizer, or else beside the
@@ -35,7 +42,7 @@ def build(sanitizer: str) -> Path:
     options = ["-DTORCHRELAY_PYTHON=OFF"]
     if sanitizer != "none":
         options.append(f"-DTORCHRELAY_SANITIZE={sanitizer}")
-    elif caches := list(ROOT.glob("build/cp*/CMakeCache.txt")):  # of the editable install
+    elif caches := [path for path in ROOT.glob("build/cp*/CMakeCache.txt") if is_of_this(path)]:
         folder, options = max(caches, key=lambda path: path.stat().st_mtime).parent, []
     configure = [cmake, "-S", ROOT, "-B", folder, "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}"]
     commands: tuple[list[Any], ...] = (

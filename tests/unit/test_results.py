@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -26,6 +27,11 @@ def test_a_results_file_names_the_commit(tmp_path: Path, monkeypatch: pytest.Mon
     report = load("report")
     monkeypatch.setattr(report, "RESULTS", tmp_path / "benchmarks" / "results")
     monkeypatch.setattr(sys, "argv", ["bench_x.py", "--repeats", "3"])
+    for name in [name for name in os.environ if name.startswith("GIT_")]:  # such as a hook's
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("GIT_CONFIG_GLOBAL", os.devnull)
+    monkeypatch.setenv("GIT_CONFIG_NOSYSTEM", "1")
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
 
     def git(*arguments: str) -> None:
         identity = ["-c", "user.name=x", "-c", "user.email=x@example.com"]

@@ -54,7 +54,7 @@ def run_on_hosts(
     The calling thread, and what it starts from now on, has no other network.
 
     Raises:
-        UnavailableError: there are no network namespaces here.
+        UnavailableError: there are no network namespaces here, or no bridges in them.
     """
     absent = [tool for tool in _TOOLS if shutil.which(tool) is None]
     if os.geteuid() != 0 or absent:
@@ -65,7 +65,12 @@ def run_on_hosts(
         raise UnavailableError(f"no network namespace can be made here: {reason}")
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda received, _: sys.exit(128 + received))  # ends what was started
-    subprocess.run(["sh", "-ec", _BRIDGE], check=True)
+    made = subprocess.run(["sh", "-ec", _BRIDGE], capture_output=True, text=True, check=False)
+    if made.returncode != 0:
+        raise UnavailableError(
+            "no bridge can be made in a network namespace here; does the kernel have bridges "
+            f"(modprobe bridge)? {made.stderr.strip()}"
+        )
     with contextlib.ExitStack() as stack:
         switch = stack.enter_context(SwitchServer(UdpDataPlane(_SWITCH)))
         jobs = []

@@ -26,7 +26,8 @@ def run(options: DemoOptions) -> NoReturn:
         UnavailableError: the report cannot be written, or hosts cannot be simulated.
     """
     report = options.report.absolute()
-    if report.is_dir() or not os.access(report.parent, os.W_OK):
+    target = report if report.exists() else report.parent
+    if report.is_dir() or not os.access(target, os.W_OK):
         raise UnavailableError(
             f"the report cannot be written to {options.report}; name another file with --report"
         )

@@ -312,6 +312,7 @@ def main() -> None:
     """
     # torchrun ends the other ranks once one has died, and they should report which first.
     signal.signal(signal.SIGTERM, lambda *_: signal.alarm(_LAST_WORDS_S))
+    signal.signal(signal.SIGALRM, lambda *_: sys.exit(128 + signal.SIGTERM))
     world = World.from_environment()
     options = DemoOptions.from_json(sys.argv[1])
     folder = (

@@ -1,52 +1,37 @@
-"""kill -9 of a rank of the demo: the others name it, and nothing is left behind."""
+"""Ranks of the demo that are killed or terminated: the others name them, and what is left."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from demo_job import started
 from facts import write_facts
+from torchrelay.demo.options import DemoOptions
 
 _TIMEOUT_S = 20
-_COMMAND = [sys.executable, "-c", "from torchrelay.cli import main; main()", "demo"]
+_EPOCHS = 10_000_000  # more than it can finish
 
 
 @pytest.fixture
-def running(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    """The demo on a tiny graph, with more epochs than it can finish."""
+def graph(tmp_path: Path) -> Path:
+    """A folder with a tiny graph."""
     facts = [(f"n{n}", f"plus {k}", f"n{(n + k) % 20}") for n in range(20) for k in range(1, 5)]
     for split in ("train", "valid", "test"):
         write_facts(tmp_path / f"{split}.txt", facts)
-    options = [
-        "--data",
-        str(tmp_path),
-        "--epochs",
-        "10000000",
-        "--nproc",
-        "3",
-        "--timeout",
-        str(_TIMEOUT_S),
-        "--report",
-        str(tmp_path / "report.html"),
-    ]
-    job = subprocess.Popen(
-        [*_COMMAND, *options],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    yield job
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(job.pid, signal.SIGKILL)
-    job.communicate()
+    return tmp_path
+
+
+def wait_for_training(job: subprocess.Popen[str]) -> None:
+    assert job.stdout is not None
+    for line in job.stdout:
+        if line.startswith("epoch 5 "):
+            break
 
 
 def ranks_of(job: subprocess.Popen[str]) -> dict[int, int]:
@@ -69,15 +54,14 @@ def alive(process: int) -> bool:
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_the_survivors_name_a_killed_rank(running: subprocess.Popen[str], victim: int) -> None:
-    assert running.stdout is not None and running.stderr is not None
-    for line in running.stdout:
-        if line.startswith("epoch 5 "):
-            break
-    ranks = ranks_of(running)
-    assert sorted(ranks) == [0, 1, 2]
-    os.kill(ranks[victim], signal.SIGKILL)
-    _, errors = running.communicate(timeout=100)
+def test_the_survivors_name_a_killed_rank(graph: Path, victim: int) -> None:
+    options = [f"--data={graph}", f"--report={graph / 'report.html'}", f"--timeout={_TIMEOUT_S}"]
+    with started(*options, "--nproc=3", f"--epochs={_EPOCHS}", TMPDIR=str(graph)) as running:
+        wait_for_training(running)
+        ranks = ranks_of(running)
+        assert sorted(ranks) == [0, 1, 2]
+        os.kill(ranks[victim], signal.SIGKILL)
+        _, errors = running.communicate(timeout=100)
     assert running.returncode not in (0, None)
     sentences = [line for line in errors.splitlines() if line.startswith("torchrelay demo, rank ")]
     for survivor in {0, 1, 2} - {victim}:
@@ -86,3 +70,25 @@ def test_the_survivors_name_a_killed_rank(running: subprocess.Popen[str], victim
         ]
         assert len(said) == 1 and f"rank {victim}" in said[0].partition(": ")[2], errors
     assert not any(alive(process) for process in ranks.values())
+    assert victim == 0 or not list(graph.glob("torchrelay-demo-*"))  # rank 0's, which it removes
+
+
+def test_a_terminated_rank_removes_its_folder(graph: Path) -> None:
+    """It ends after the seconds that it has for its last words."""
+    program = "from torchrelay.demo import worker; worker._LAST_WORDS_S = 1; worker.main()"
+    options = DemoOptions(data=graph, epochs=_EPOCHS, report=graph / "report.html")
+    with subprocess.Popen(
+        [sys.executable, "-c", program, options.to_json()],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": str(graph)},
+    ) as rank:
+        try:
+            wait_for_training(rank)
+            assert list(graph.glob("torchrelay-demo-*"))
+            rank.terminate()
+            rank.communicate(timeout=60)
+        finally:
+            rank.kill()
+    assert rank.returncode == 128 + signal.SIGTERM
+    assert not list(graph.glob("torchrelay-demo-*"))

@@ -6,7 +6,6 @@ import logging
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -18,6 +17,7 @@ import torch.distributed as dist
 from torchrelay.errors import OperationTimeoutError, PeerLostError
 from torchrelay.parameters import Embedding, Table, optim
 from torchrelay.world import World
+from waiting import eventually
 
 if TYPE_CHECKING:
     from ranks import RunProcesses
@@ -37,8 +37,7 @@ class Reports(logging.Handler):
         self.messages.append(record.getMessage())
 
     def wait_for_one(self) -> str:
-        while not self.messages:
-            time.sleep(0.05)
+        eventually(lambda: self.messages)
         return self.messages.pop(0)
 
 

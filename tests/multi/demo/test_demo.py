@@ -5,7 +5,6 @@ reproducible.
 from __future__ import annotations
 
 import html
-import os
 import re
 import shutil
 import subprocess
@@ -14,14 +13,13 @@ from pathlib import Path
 
 import pytest
 
+from demo_job import started
 from facts import write_facts
 from namespaces import missing
 from torchrelay.demo.code_graph import split_facts
 
 # A process that imports torch starts slowly where many others run.
 pytestmark = pytest.mark.timeout(400)
-
-_COMMAND = [sys.executable, "-c", "from torchrelay.cli import main; main()", "demo"]
 
 
 @pytest.fixture
@@ -37,15 +35,10 @@ _SMALL = ("--epochs", "40", "--dim", "16", "--batch-size", "100", "--regularisat
 
 
 def run_demo(sums: Path, *arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    report = ["--report", str(sums / "report.html")]
-    return subprocess.run(
-        [*_COMMAND, "--data", str(sums), *_SMALL, *report, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=360,
-        env={**os.environ, "COLUMNS": "120", **environ},
-        check=False,
-    )
+    paths = ["--data", str(sums), "--report", str(sums / "report.html")]
+    with started(*paths, *_SMALL, *arguments, COLUMNS="120", **environ) as job:
+        output, errors = job.communicate(timeout=360)
+    return subprocess.CompletedProcess(job.args, job.returncode, output, errors)
 
 
 def figures(output: str) -> dict[str, list[float]]:
@@ -108,6 +101,24 @@ def test_gradients_of_two_hosts_are_summed_by_a_switch(sums: Path) -> None:
     assert figures(result.stdout)["test"][1] > 0.7  # rows arrive in another order each time
     page = (sums / "report.html").read_text()
     assert "sent through switch" in page and "sent through tcp" in page
+
+
+_WITHOUT_BRIDGES = """
+from torchrelay.demo import hosts
+from torchrelay.errors import UnavailableError
+hosts._BRIDGE = "echo Operation not supported >&2; exit 2"
+try:
+    hosts.run_on_hosts(2, [], [], {})
+except UnavailableError as error:
+    print(error)
+"""
+
+
+@pytest.mark.skipif(bool(missing()), reason=missing())
+def test_namespaces_without_bridges_are_refused() -> None:
+    command = [sys.executable, "-c", _WITHOUT_BRIDGES]
+    said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout
+    assert "no bridge can be made" in said and "Operation not supported" in said
 
 
 def check_page(path: Path) -> None:

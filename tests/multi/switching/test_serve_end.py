@@ -112,7 +112,7 @@ def test_a_signal_ends_the_server_though_a_load_hangs(tmp_path: Path) -> None:
         in_background(url, "/v2/models/slow/infer", slow_request(600.0))
         eventually(lambda: bool(running(url)))
         process.send_signal(signal.SIGTERM)
-        process.wait(100)
+        assert process.wait(100) == 1
 
 
 def test_a_second_signal_ends_the_server_at_once(tmp_path: Path) -> None:

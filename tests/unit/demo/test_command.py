@@ -85,6 +85,17 @@ def test_a_report_that_cannot_be_written_is_refused_at_once(demo: Demo, tmp_path
         assert code != 0 and f"cannot be written to {path}" in errors
 
 
+def test_a_report_of_another_user_is_refused_at_once(
+    demo: Demo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report = tmp_path / "report.html"
+    report.touch()
+    may = lambda path, mode: mode == os.R_OK or Path(path) != report  # noqa: E731
+    monkeypatch.setattr(os, "access", may)
+    code, _, errors = demo("--report", str(report))
+    assert code != 0 and f"cannot be written to {report}" in errors
+
+
 def test_hosts_need_root(demo: Demo, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for split in ("train", "valid", "test"):
         (tmp_path / f"{split}.txt").write_text("a\tr\tb\n")
