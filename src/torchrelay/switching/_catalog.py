@@ -84,8 +84,10 @@ class Catalog:
         return (served.is_settled or is_profile) and served.name not in self._leaving
 
     def fail_all(self, error: TorchRelayError) -> None:
-        """Fail those that wait for any model."""
+        """Fail those that wait for any model, and every load that is in progress."""
         for served in self.models.values():
+            if not served.ready.done():
+                served.error = error
             self._fail_waiting(served, error)
 
     # --- what each turn of the loop does

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import ssl
@@ -130,20 +131,21 @@ class Client(Resource):
     def _request(
         self, method: str, path: str, body: bytes, headers: dict[str, str]
     ) -> tuple[bytes, str | None]:
-        with self._lock:
+        with self._lock, contextlib.ExitStack() as undo:
+            # Until the answer is read, the next call cannot use the connection.
+            undo.callback(self._connection.close)
             try:
                 response = self._response(method, path, body, headers | self._headers)
                 data = response.read()
             except TimeoutError as error:
-                self._connection.close()
                 raise OperationTimeoutError(
                     f"{self.url} did not answer within {self._timeout_s:g} s"
                 ) from error
             except (OSError, http.client.HTTPException) as error:
-                self._connection.close()
                 raise PeerLostError(
                     f"{self.url} cannot be reached: {error!r}; is the server running?"
                 ) from error
+            undo.pop_all()
         if response.status >= 400:
             raise _error(response.status, data)
         return data, response.headers.get(HEADER)

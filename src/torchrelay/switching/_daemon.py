@@ -120,6 +120,10 @@ class Daemon:
         reply: Reply = request.future.result()
         return reply
 
+    def error_of(self, served: Served) -> TorchRelayError | None:
+        """Return why the model cannot answer, if it cannot. Needs no lock."""
+        return served.error or self.fleet.broken
+
     def train(self, task: TrainingHandle) -> None:
         """Queue a training task."""
         self._check_open()
@@ -171,7 +175,7 @@ class Daemon:
             if name in self._store.names():
                 raise NotFoundError(f"model {name!r} is not loaded: call load({name!r}); {loaded}")
             raise NotFoundError(f"there is no model {name!r}; {loaded}")
-        error = served.error or self.fleet.broken
+        error = self.error_of(served)
         if error is not None:
             raise error
 
@@ -260,13 +264,13 @@ class Daemon:
         }
 
     def _model(self, served: Served) -> dict[str, Any]:
-        name = served.name
-        state = "failed" if served.error else "ready" if served.ready.done() else "loading"
+        name, error = served.name, self.error_of(served)
+        state = "failed" if error else "ready" if served.ready.done() else "loading"
         return {
             "name": name,
             "version": served.model.version,
             "state": state,
-            "error": str(served.error) if served.error else "",
+            "error": str(error or ""),
             "bytes": served.model.size_bytes,
             "groups": len(served.grouped.groups),
             "resident": self.residency.is_resident(served),

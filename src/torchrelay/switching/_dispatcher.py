@@ -18,6 +18,7 @@ import torch
 
 from torchrelay.config import Switching
 from torchrelay.errors import (
+    ArgumentError,
     ModelError,
     SegmentError,
     TorchRelayError,
@@ -99,13 +100,9 @@ class Dispatcher:
             if pinned is None:
                 self.residency.cancel_copies(keep=request.model)
                 return
-            running = []
-            for one in batch:
-                self.queue.remove(one)
-                if one.claim():
-                    running.append(one)
-            if running:
-                self._start(running, served, worker, pinned)
+            # What was removed before, cancelled or failed, is not claimed again.
+            running = [one for one in batch if self.queue.remove(one) and one.claim()]
+            if running and self._start(running, served, worker, pinned):
                 return
             self.residency.arena.release(request.model)
 
@@ -196,20 +193,26 @@ class Dispatcher:
 
     def _start(
         self, requests: list[Request], served: Served, worker: WorkerProcess, pinned: Pinned
-    ) -> None:
+    ) -> bool:
+        """Return whether the inputs could be written, so that `requests` run now."""
         self.batch_starts_at = math.inf
-        now = time.monotonic()
-        is_profile, inputs = requests[0].is_profile, _merged_inputs(requests)
+        now, is_profile = time.monotonic(), requests[0].is_profile
         overlaps = (bool(pinned.missing) or is_profile) and not served.runs_whole
         first_group = 0.0 if pinned.missing else now
         run_id, copied_bytes = new_id(), pinned.copied_bytes
-        self.run = RunningBatch(
+        run = RunningBatch(
             run_id, requests, worker, served, copied_bytes, overlaps, now, first_group
         )
+        try:
+            written, end = worker.buffers.current.write(_merged_inputs(requests), 0)
+        except Exception as error:  # of one request, which must not end the others
+            text = f"the inputs of model {served.name!r} could not be read: {error}"
+            self._fail_run(run, ArgumentError(text))
+            return False
+        self.run = run
         worker.work_for(self, self.options.run_timeout_s)
         if worker.loaded.get(served.name) != served.key:
             self.catalog.send_build(worker, served)
-        written, end = worker.buffers.current.write(inputs, 0)
         message = _messages.Run(
             run_id,
             served.name,
@@ -222,6 +225,7 @@ class Dispatcher:
             is_profile=is_profile,
         )
         worker.send(message)
+        return True
 
     def _ended(self) -> RunningBatch:
         run, self.run = self.run, None

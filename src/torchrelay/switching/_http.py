@@ -221,10 +221,11 @@ class Application:
         request.body = bytearray()  # copied: while the request waits, its inputs are kept once
         options = _options(header.get("parameters", {}))
         future = self._switcher.submit(name, inputs, copy=False, **options)
-        return future, lambda reply: self._reply(header, reply)
+        return future, lambda reply: self._reply(header, reply, version)
 
-    def _reply(self, header: dict[str, Any], reply: Reply) -> HttpResponse:
+    def _reply(self, header: dict[str, Any], reply: Reply, version: str) -> HttpResponse:
         """Return the outputs in JSON, but for those that are to be binary."""
+        _check_version(reply.model, reply.version, version)  # it may have been loaded again
         outputs, binary = _outputs(header, reply)
         if (reply.model, reply.version) not in self._outputs:
             self._outputs[reply.model, reply.version] = [
@@ -253,7 +254,7 @@ class Application:
     def index(self, request: HttpRequest) -> HttpResponse:
         wants_ready = _arguments(request).get("ready")
         loaded = self._switcher.models()
-        stored = {name: str(self._store.get(name).version) for name in self._store.names()}
+        stored = {name: str(self._stored(name).version) for name in self._store.names()}
         models = []
         for name in sorted({*self._entries, *stored}):
             is_ready = self._switcher.is_ready(name)
@@ -293,11 +294,16 @@ class Application:
             raise NotFoundError(f"the models file has no model {name!r}; it has {names}")
         return self._entries[name]
 
-    def _stored(self, name: str, version: str) -> StoredModel:
-        model = self._store.get(name)
-        if version not in ("", str(model.version)):
-            raise NotFoundError(f"model {name!r} has version {model.version}, not {version}")
+    def _stored(self, name: str, version: str = "") -> StoredModel:
+        """Return the model that answers; the store's, if none is loaded."""
+        model = self._switcher.stored(name) or self._store.get(name)
+        _check_version(name, model.version, version)
         return model
+
+
+def _check_version(name: str, has: int, asked: str) -> None:
+    if asked not in ("", str(has)):
+        raise NotFoundError(f"model {name!r} has version {has}, not {asked}")
 
 
 def _json(

@@ -46,6 +46,7 @@ class Loop:
         self.on_end: Callable[[], None] = lambda: None  # called once, without the lock
         self._lock = threading.Lock()
         self._settled: list[Callable[[], object]] = []
+        self._reporting: list[int] = []  # threads; one may be listed several times
         self._channels = select.epoll()  # read by the event loop, changed by any thread
         self._readers: dict[int, Callable[[], None]] = {}
         self._wakes_at = math.inf  # the time of the next decision, at the latest
@@ -66,7 +67,7 @@ class Loop:
     @property
     def is_own_thread(self) -> bool:
         """Whether the calling thread is the loop's, which lives as long as the loop."""
-        return threading.get_ident() == self._thread.ident
+        return threading.get_ident() == self._thread.ident and self._thread.is_alive()
 
     def start(self) -> None:
         """Run; returns after the first decision, which is the loop's thread's own."""
@@ -103,11 +104,13 @@ class Loop:
                     self._crash(error)
                     raise
                 finally:
-                    self._decide()
-                    settled, self._settled = self._settled, settled
+                    try:
+                        self._decide()
+                    finally:
+                        settled, self._settled = self._settled, settled
         finally:
-            for report in settled:
-                report()
+            if settled:
+                self._report(settled)
 
     def post(self, function: Callable[[], object]) -> None:
         """Run `function` as :meth:`call`, unless the loop has ended."""
@@ -128,6 +131,16 @@ class Loop:
         of a future.
         """
         self._settled.append(function)
+
+    def check_can_wait(self) -> None:
+        """Raise :class:`UnavailableError` in a thread that others wait for: the loop's, and one
+        that reports results.
+        """
+        if self.is_own_thread or threading.get_ident() in self._reporting:
+            raise UnavailableError(
+                "this call would wait in the thread that answers requests: in a future's callback "
+                "or a coroutine of run(), use submit()"
+            )
 
     def watch(self, descriptor: int, ready: Callable[[], None]) -> None:
         """Call `ready` whenever `descriptor` can be read."""
@@ -159,6 +172,17 @@ class Loop:
         if moment < self._wakes_at:
             self._wakes_at = moment
             self._events.call_soon_threadsafe(self._events.call_at, moment, self._wake, moment)
+
+    def _report(self, settled: list[Callable[[], object]]) -> None:
+        thread = threading.get_ident()
+        self._reporting.append(thread)
+        try:
+            while settled:
+                settled.pop(0)()
+        finally:
+            self._reporting.remove(thread)
+            if settled:  # Ctrl-C in one of them
+                self._report(settled)
 
     def _crash(self, error: BaseException) -> None:
         self._error = error

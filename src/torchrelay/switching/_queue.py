@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
+import threading
 import time
 from bisect import insort
 from collections.abc import Iterator
@@ -63,6 +65,7 @@ class Request:
     attempts: int = 0
     arrived: float = field(default_factory=time.monotonic)
     is_alone: bool = False  # runs in no batch (again)
+    _claimed: threading.Lock = field(default_factory=threading.Lock)  # once, and then for good
 
     @cached_property
     def rank(self) -> tuple[int, float, int]:
@@ -87,22 +90,24 @@ class Request:
         return {name: (tensor.dtype, tensor.shape[1:]) for name, tensor in self.inputs.items()}
 
     def claim(self) -> bool:
-        """Mark the request as running; return False if it has a result or was cancelled."""
-        return self.future.running() or (
-            not self.future.done() and self.future.set_running_or_notify_cancel()
-        )
+        """Mark the request as running; return False if it has a result or was cancelled.
+
+        Whoever waits for several futures learns of a cancelled one here.
+        """
+        if self._claimed.acquire(blocking=False):
+            return self.future.set_running_or_notify_cancel()
+        return self.future.running()
 
     def succeed(self, result: object) -> None:
         """Set the result; the end of the daemon may have set an error first."""
-        try:
+        with contextlib.suppress(InvalidStateError):
             self.future.set_result(result)
-        except InvalidStateError:
-            return
 
     def fail(self, error: TorchRelayError) -> None:
         """Set the error, unless there is a result or the request was cancelled."""
         if self.claim():
-            self.future.set_exception(error)
+            with contextlib.suppress(InvalidStateError):  # another thread has set another one
+                self.future.set_exception(error)
 
 
 class RequestQueue:

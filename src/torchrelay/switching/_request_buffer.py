@@ -13,7 +13,7 @@ from functools import partial
 import torch
 
 from torchrelay.buffers import Segment
-from torchrelay.errors import CapacityError
+from torchrelay.errors import ArgumentError, CapacityError
 from torchrelay.switching._contract import ALIGNMENT_BYTES, align
 
 __all__ = ["BufferPool", "RequestBuffer", "Written"]
@@ -93,11 +93,21 @@ class RequestBuffer:
         return written, offset
 
     def read(self, written: list[Written]) -> dict[str, torch.Tensor]:
-        """Return copies of the tensors that :meth:`write` wrote."""
+        """Return copies of the tensors that :meth:`write` wrote.
+
+        Raises:
+            ArgumentError: a mode of the calling thread makes tensors without memory.
+        """
         tensors = {}
         for name, dtype, shape, offset in written:
-            tensor = torch.empty(shape, dtype=_dtype(dtype))
-            ctypes.memmove(tensor.data_ptr(), self._tensors + offset, tensor.nbytes)
+            tensor = torch.empty(shape, dtype=_dtype(dtype), device="cpu")
+            address = tensor.data_ptr()
+            if tensor.nbytes and not address:
+                raise ArgumentError(
+                    "torch makes tensors without memory here; call outside of FakeTensorMode and "
+                    "torch.func's transforms"
+                )
+            ctypes.memmove(address, self._tensors + offset, tensor.nbytes)
             tensors[name] = tensor
         return tensors
 
@@ -142,7 +152,7 @@ def _tensor_in(view: memoryview[int], one: Written) -> torch.Tensor:
     _, name, shape, offset = one
     count, dtype = math.prod(shape), _dtype(name)
     if not count:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     start = _HEADER_BYTES + offset
     return torch.frombuffer(view, dtype=dtype, count=count, offset=start).view(shape)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import gc
 import os
@@ -79,7 +80,11 @@ def serve(file: ModelsFile, *, report: Callable[[str], None] = print) -> None:
         gc.freeze()  # what is here stays: torch's objects would be searched again and again
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, server.end)
-        switcher.run(server.serve(listener)).result()
+        served = switcher.run(server.serve(listener))
+        # Not for ever at once: a signal just before the wait begins would be seen at its end.
+        while not concurrent.futures.wait([served], 1.0).done:
+            pass
+        served.result()
         switcher.close(server.grace_left_s)
         if switcher.failure is not None:
             raise switcher.failure

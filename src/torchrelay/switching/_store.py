@@ -75,7 +75,7 @@ class InputSpec:
 
     def example_tensor(self) -> torch.Tensor:
         """Return zeros of the example's shape."""
-        return torch.zeros(self.example_shape, dtype=self.dtype)
+        return torch.zeros(self.example_shape, dtype=self.dtype, device="cpu")
 
     def check(self, tensor: torch.Tensor) -> None:
         """Raise :class:`ArgumentError` unless `tensor` has this dtype and shape."""

@@ -24,7 +24,7 @@ from torchrelay.switching._host import HostLink
 from torchrelay.switching._planner import measure_link
 from torchrelay.switching._queue import Reply, Request
 from torchrelay.switching._scheduler import TrainingHandle
-from torchrelay.switching._store import ModelStore
+from torchrelay.switching._store import ModelStore, StoredModel
 from torchrelay.switching._tensors import check_tensors
 
 __all__ = ["Switcher"]
@@ -66,7 +66,8 @@ class Switcher(Resource):
         try:
             self._link = _link(self._cache, options.link_gbps)
             size_bytes = min(_MEASURE_BYTES, self._cache.size_bytes)
-            source = torch.ones(size_bytes, dtype=torch.uint8)  # zeros might not be in memory yet
+            # Zeros might not be in memory yet.
+            source = torch.ones(size_bytes, dtype=torch.uint8, device="cpu")
             self._link.register(source)
             costs = measure_link(self._link, source)
             self._link.unregister(source)
@@ -89,7 +90,9 @@ class Switcher(Resource):
             ModelError: its factory or its first run failed.
             NotFoundError: the store has no such model.
             OperationTimeoutError: it was not ready after `timeout_s`.
+            UnavailableError: no worker starts, or a future's callback called this.
         """
+        self._daemon.loop.check_can_wait()
         _check_priority(priority)
         model = self._store.get(name)
         self._check_size(
@@ -130,6 +133,13 @@ class Switcher(Resource):
         """Return the names of the models that are loaded or loading."""
         return tuple(sorted(self._daemon.catalog.models))
 
+    def stored(self, name: str) -> StoredModel | None:
+        """Return the model that is loaded, or loading, under `name`, of which the store may have
+        another version; None if there is none.
+        """
+        served = self._daemon.catalog.models.get(name)
+        return None if served is None else served.model
+
     def is_ready(self, name: str) -> bool:
         """Return whether `name` is loaded and can answer."""
         served = self._daemon.catalog.models.get(name)
@@ -137,7 +147,7 @@ class Switcher(Resource):
             self.failure is None
             and served is not None
             and served.ready.done()
-            and served.error is None
+            and self._daemon.error_of(served) is None
         )
 
     @property
@@ -164,6 +174,10 @@ class Switcher(Resource):
         """Queue a request and return the future of its reply. Cancelling the future takes it off
         the queue.
 
+        The future's callbacks run in the thread that answers requests. There, and in a coroutine of
+        :meth:`run`, :meth:`infer`, :meth:`load` and :meth:`close` raise UnavailableError, as they
+        would wait for that thread; :meth:`submit` does not wait.
+
         Args:
             priority: from -1000 to 1000. Higher ones run first, however long lower ones wait.
             deadline_s: the most to wait for a worker; then the future raises OperationTimeoutError.
@@ -173,7 +187,8 @@ class Switcher(Resource):
             copy: False if `inputs` do not change before the future is done.
 
         Raises:
-            ArgumentError: the inputs are not the model's, or the priority is out of bounds.
+            ArgumentError: the inputs are not the model's, or have no memory of their own, such as
+                sparse ones; the priority is out of bounds, or `deadline_s` not a number.
             CapacityError: they exceed `request_bytes`.
             NotFoundError: the model is not loaded.
 
@@ -184,6 +199,7 @@ class Switcher(Resource):
 
         def forget(future: Future[Reply]) -> None:
             if future.cancelled():
+                request.claim()
                 self._daemon.loop.post(lambda: self._daemon.forget(request))
 
         self._daemon.loop.call(lambda: self._daemon.submit(request))
@@ -202,6 +218,7 @@ class Switcher(Resource):
         """Return the model's outputs by name; a single tensor is named "output". As :meth:`submit`,
         but blocks.
         """
+        self._daemon.loop.check_can_wait()
         request = self._request(name, inputs, priority, deadline_s, client, copies=False)
         with _torch.span("torchrelay.switching.infer"):
             return self._daemon.run(request).outputs
@@ -257,6 +274,7 @@ class Switcher(Resource):
         """
         if self._closed:
             return
+        self._daemon.loop.check_can_wait()
         self._closed = True
         if self._daemon.loop.is_foreign:
             self._cache.close()
@@ -281,11 +299,14 @@ class Switcher(Resource):
         _check_priority(priority)
         check_tensors(inputs)
         self._check_size("the inputs", [value.nbytes for value in inputs.values()])
-        deadline = math.inf if deadline_s is None else time.monotonic() + deadline_s
+        wait_s = math.inf if deadline_s is None else deadline_s
+        if math.isnan(wait_s):
+            raise ArgumentError(f"deadline_s={deadline_s}: it must be a number of seconds")
         plain = {
             key: value.detach().to("cpu", copy=copies) if copies or not value.is_cpu else value
             for key, value in inputs.items()
         }
+        deadline = time.monotonic() + wait_s
         return Request(name, plain, priority=priority, deadline=deadline, client=client)
 
     def _check_size(self, what: str, sizes: list[int]) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from torchrelay._torch import flat_bytes
+from torchrelay import _torch
 from torchrelay.errors import ArgumentError, CapacityError, UnsupportedError
 
 __all__ = [
@@ -79,7 +79,7 @@ def datatype_of(dtype: torch.dtype) -> str:
 
 
 def check_tensors(inputs: object) -> None:
-    """Raise :class:`ArgumentError` unless `inputs` are tensors by name."""
+    """Raise :class:`ArgumentError` unless `inputs` are dense tensors by name."""
     if not isinstance(inputs, Mapping):
         raise ArgumentError(
             f"the inputs are a {type(inputs).__name__}; pass a dict of tensors by name, such as "
@@ -90,6 +90,17 @@ def check_tensors(inputs: object) -> None:
             raise ArgumentError(
                 f"input {name!r} is a {type(value).__name__}, not a tensor; pass "
                 "torch.as_tensor(value)"
+            )
+        if (
+            value.layout is not torch.strided
+            or value.is_meta
+            or _torch.is_transformed(value)
+            or _torch.dispatches_itself(value)
+        ):
+            raise ArgumentError(
+                f"input {name!r}, a {type(value).__name__} of layout {value.layout} on device "
+                f"{value.device}, has no memory of its own; pass a dense tensor that has values, "
+                "and call outside of torch.func's transforms"
             )
 
 
@@ -184,7 +195,8 @@ def encode(
         }
         if name in names:
             # A view: whoever joins the parts copies them, once.
-            raw.append(flat_bytes(tensor.contiguous()).numpy().data)
+            plain = tensor.resolve_neg().cpu().contiguous()
+            raw.append(_torch.flat_bytes(plain).numpy().data)
             entry["parameters"] = {"binary_data_size": len(raw[-1])}
         elif tensor.numel() > _JSON_VALUES:
             raise CapacityError(
@@ -240,7 +252,7 @@ def _from_list(name: str, data: object, dtype: torch.dtype, shape: list[int]) ->
     if len(values) != math.prod(shape):
         raise ArgumentError(f"input {name!r} of shape {shape} comes with {len(values)} values")
     if not values:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     code = _CODES[dtype]
     with contextlib.suppress(OverflowError):
         packed = array.array(code, values)
@@ -258,7 +270,7 @@ def _from_list(name: str, data: object, dtype: torch.dtype, shape: list[int]) ->
 
 def _from_bytes(raw: memoryview, dtype: torch.dtype) -> torch.Tensor:
     if not raw:
-        return torch.empty(0, dtype=dtype)
+        return torch.empty(0, dtype=dtype, device="cpu")
     data = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
     # Any other byte than 0 or 1 is no bool.
     return data != 0 if dtype is torch.bool else data.view(dtype)

@@ -193,8 +193,15 @@ def test_workers_that_do_not_start_are_tried_again(
             os.kill(made.status()["workers"][0]["pid"], signal.SIGKILL)
             with pytest.raises(UnavailableError, match=r"3 workers did not start.*exit code 7"):
                 made.infer("slow", slow_inputs(0.0))
+            with pytest.raises(UnavailableError, match=r"workers did not start.*exit code 7"):
+                made.load("chain")
+            for name in ("slow", "chain"):
+                assert not made.is_ready(name) and status_of(made, name)["state"] == "failed"
         eventually(lambda: bool(pids(made, "standby")))
+        assert made.is_ready("slow") and not made.is_ready("chain")
         assert made.infer("slow", slow_inputs(0.0))["output"].shape == (1, 8)
+        made.load("chain", timeout_s=WAIT_S)
+        assert made.is_ready("chain")
 
 
 def test_a_factory_that_hangs_ends_alone(store: ModelStore) -> None:

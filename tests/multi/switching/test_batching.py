@@ -83,6 +83,19 @@ def test_a_request_that_kills_its_worker_fails_alone(switcher: Switcher) -> None
     check(futures[3], 3.0, 1)
 
 
+def test_a_batch_that_cannot_be_merged_runs_one_by_one(
+    switcher: Switcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cat(tensors: object) -> None:
+        raise RuntimeError("not enough memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "cat", cat)
+        futures = [ask(switcher, float(index)) for index in range(4)]
+        for index, future in enumerate(futures):
+            check(future, index, 1)
+
+
 def test_what_cannot_be_split_is_an_error(switcher: Switcher) -> None:
     futures = [ask(switcher, first) for first in (-3.0, 1.0, 2.0, 3.0)]
     for future in futures:

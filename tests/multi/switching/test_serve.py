@@ -9,6 +9,7 @@ import sys
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPConnection
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,20 @@ def test_our_client(url: str) -> None:
         Client("localhost:8000")
     with pytest.raises(UnsupportedError), Client(url) as client:
         client.infer("chain", {"x": x.to(torch.complex64)})
+
+
+def test_a_call_after_an_interrupted_one_is_answered(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(connection: HTTPConnection) -> None:
+        raise KeyboardInterrupt
+
+    with Client(url, timeout_s=100) as client:
+        with monkeypatch.context() as patch:
+            patch.setattr(HTTPConnection, "getresponse", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                client.models()
+        assert client.models()["chain"] == "READY"
 
 
 @pytest.mark.filterwarnings("ignore")

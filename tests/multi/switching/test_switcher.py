@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
+import math
 import os
 import random
 import signal
@@ -10,6 +12,7 @@ import threading
 import warnings
 from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Future, as_completed, wait
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,7 +30,7 @@ from torchrelay.errors import (
     OverloadedError,
     UnavailableError,
 )
-from torchrelay.switching import ModelStore, Switcher, _request_buffer
+from torchrelay.switching import ModelStore, Reply, Switcher, _request_buffer
 from waiting import eventually
 
 # The first test of the file starts three processes that import torch: minutes where many others
@@ -145,6 +148,7 @@ def test_models_are_split_into_groups_and_used_in_another_order_than_registered(
     assert groups["chain0"] > 1
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
 def test_wrong_inputs_and_names_are_refused_and_the_next_request_is_served(
     switcher: Switcher,
 ) -> None:
@@ -163,6 +167,13 @@ def test_wrong_inputs_and_names_are_refused_and_the_next_request_is_served(
         switcher.infer("chain0", {"y": ones})
     with pytest.raises(ArgumentError, match="the model takes"):
         switcher.infer("chain0", {"x": torch.ones(1, 63)})
+    for absent in (ones.to_sparse_csr(), ones.to("meta")):
+        with pytest.raises(ArgumentError, match="'x', a Tensor of layout"):
+            switcher.infer("chain0", {"x": absent})
+    with pytest.raises(ArgumentError, match="has no memory of its own"):
+        torch.vmap(lambda x: switcher.infer("chain0", {"x": x})["output"])(ones.expand(2, 1, 64))
+    with pytest.raises(ArgumentError, match="deadline_s=nan"):
+        switcher.submit("chain0", {"x": ones}, deadline_s=math.nan)
     with pytest.raises(CapacityError, match="a request at most"):
         switcher.infer("chain0", {"x": torch.ones(1 << 14, 64)})
     with pytest.raises(CapacityError, match="larger arena"):
@@ -252,6 +263,63 @@ def test_inputs_may_change_once_submit_has_returned(switcher: Switcher) -> None:
         future = switcher.submit("chain0", {"x": x})
         x.zero_()
     assert torch.equal(future.result(WAIT_S).outputs["output"], expected)
+
+
+def test_inputs_that_cannot_be_read_are_an_error_and_the_next_request_is_served(
+    switcher: Switcher,
+) -> None:
+    x = torch.ones(1, 64)
+    with stopped_worker(switcher):
+        spoiled = switcher.submit("chain0", {"x": x}, copy=False)
+        waiting = switcher.submit("chain1", {"x": torch.ones(1, 64)})
+        x.resize_(1 << 14, 64)  # more than a request may have
+    with pytest.raises(ArgumentError, match="inputs of model 'chain0' could not be read"):
+        spoiled.result(WAIT_S)
+    assert waiting.result(WAIT_S).outputs["output"].shape == (1, 64)
+    assert not any(model["pinned"] for model in switcher.status()["models"])
+
+
+def test_outputs_are_on_the_host_whatever_the_default_device_is(switcher: Switcher) -> None:
+    x = torch.ones(1, 64)
+    expected = switcher.infer("chain0", {"x": x})["output"]
+    with torch.device("meta"):
+        output = switcher.infer("chain0", {"x": x})["output"]
+    assert torch.equal(output, expected)
+
+
+def test_calls_that_would_wait_for_their_own_thread_are_refused(switcher: Switcher) -> None:
+    ones = {"x": torch.ones(1, 64)}
+    refusals: list[str] = []
+
+    def call_all() -> Future[Reply]:
+        calls = (lambda: switcher.infer("chain0", ones), lambda: switcher.load("chain0"))
+        for call in (*calls, switcher.close):
+            try:
+                call()
+            except UnavailableError as error:
+                refusals.append(str(error))
+        return switcher.submit("chain0", ones)
+
+    async def guest() -> Reply:
+        return await asyncio.wrap_future(call_all())
+
+    futures: list[Future[Reply]] = []
+    with stopped_worker(switcher):
+        future = switcher.submit("chain0", ones)
+        future.add_done_callback(lambda _: futures.append(call_all()))
+    eventually(lambda: bool(futures))
+    futures[0].result(WAIT_S)
+    switcher.run(guest()).result(WAIT_S)
+    assert len(refusals) == 6 and all("use submit()" in one for one in refusals)
+
+
+def test_waits_for_several_futures_end_when_one_is_cancelled(switcher: Switcher) -> None:
+    ones = {"x": torch.ones(1, 64)}
+    with stopped_worker(switcher):
+        first, second = (switcher.submit("chain0", ones) for _ in range(2))
+        assert first.cancel() and first.cancel()
+        assert next(as_completed([first, second], 60)) is first
+    assert wait([first, second], WAIT_S).not_done == set()
 
 
 def test_priority_deadline_quota_and_cancelling(switcher: Switcher) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import socket
@@ -10,7 +11,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -26,6 +26,7 @@ from torchrelay.errors import (
 )
 from torchrelay.switching import ModelStore, SharedCache
 from torchrelay.switching._host import HostMemory
+from waiting import eventually
 
 SIZE = 1 << 20
 
@@ -36,6 +37,13 @@ def send_in_thread(cache: SharedCache, address: Path, **kwargs: bool) -> threadi
     )
     thread.start()
     return thread
+
+
+def is_private(address: Path) -> bool:
+    """Whether the socket is there, for this user only."""
+    with contextlib.suppress(FileNotFoundError):
+        return stat.S_IMODE(address.stat().st_mode) == 0o600
+    return False
 
 
 def test_what_one_process_writes_another_reads_and_a_reader_cannot_write(tmp_path: Path) -> None:
@@ -90,8 +98,7 @@ def test_the_socket_is_for_this_user_only_and_a_stale_one_is_replaced(tmp_path: 
         stale.bind(str(address))
     with SharedCache.allocate(SIZE) as cache:
         sender = send_in_thread(cache, address)
-        while not address.exists() or stat.S_IMODE(address.stat().st_mode) != 0o600:
-            time.sleep(0.005)
+        eventually(lambda: is_private(address))
         received = SharedCache.recv(address, timeout_s=60)
         sender.join()
         assert received.size_bytes == SIZE and not received.read_only
@@ -113,8 +120,7 @@ def test_another_user_gets_nothing_even_where_the_socket_lets_him_connect() -> N
         Path(folder).chmod(0o755)
         address = Path(folder) / "cache.sock"
         sender = send_in_thread(cache, address)
-        while not address.exists() or stat.S_IMODE(address.stat().st_mode) != 0o600:
-            time.sleep(0.005)
+        eventually(lambda: is_private(address))
         codes = []
         for mode in (0o600, 0o666):
             address.chmod(mode)

@@ -20,7 +20,7 @@ import torch
 import switching_models as models
 from torchrelay.config import Switching
 from torchrelay.errors import ArgumentError, CapacityError, UnavailableError
-from torchrelay.switching import ModelStore, _connections, _http, _tensors
+from torchrelay.switching import ModelStore, Reply, _connections, _http, _tensors
 from torchrelay.switching._connections import (
     HttpError,
     HttpRequest,
@@ -38,8 +38,9 @@ class Caller:
     """Sends requests to an application whose switcher only has not failed."""
 
     def __init__(self, store: ModelStore, **settings: Any) -> None:
-        no_switcher: Any = SimpleNamespace(failure=None)
-        self.app = _http.Application(no_switcher, store, {"chain": ENTRY}, Switching(**settings))
+        switcher: Any = SimpleNamespace(failure=None, stored=lambda name: None)
+        self.app = _http.Application(switcher, store, {"chain": ENTRY}, Switching(**settings))
+        self.switcher = switcher
 
     def call(self, method: str, path: str, headers: dict[str, str] | None = None) -> HttpResponse:
         given = {"host": "localhost:8000"} | (headers or {})
@@ -114,6 +115,41 @@ def test_models_are_not_loaded_or_unloaded_by_clients_unless_allowed(store: Mode
         assert "--repository-control" in Caller(store).error("POST", path)
         other = path.replace("chain", "other")
         assert Caller(store, repository_control=True).status("POST", other) == 404
+
+
+def test_versions_are_those_that_are_served(store: ModelStore) -> None:
+    """Not those of a store that has a newer one, which is not loaded or could not be."""
+    caller = Caller(store)
+    caller.switcher.stored = {"chain": store.get("chain")}.get
+    caller.switcher.is_ready = lambda name: True
+    caller.switcher.models = lambda: ("chain",)
+    store.add("chain", models.chain, inputs={"x": torch.ones(1, 64)})
+    path = "/v2/models/chain/versions/"
+    for end in ("", "/ready"):
+        assert caller.status("GET", path + "1" + end) == 200
+        assert caller.error("GET", path + "2" + end) == "model 'chain' has version 1, not 2"
+    assert json.loads(caller.call("GET", "/v2/models/chain").body)["versions"] == ["1"]
+    assert json.loads(caller.call("POST", "/v2/repository/index").body)[0]["version"] == "1"
+    assert caller.status("POST", path + "2/infer") == 404
+
+
+def test_a_reply_of_another_version_is_not_sent(store: ModelStore) -> None:
+    """If the model is loaded again between the arrival of a request and its start."""
+    caller = Caller(store)
+    reply: Future[Reply] = Future()
+    reply.set_result(Reply("chain", 2, {"output": torch.ones(1)}, 0.0, 0.0, 0.0, 0))
+    caller.switcher.submit = lambda name, inputs, **options: reply
+
+    async def ask(version: str) -> HttpResponse:
+        path, responses = f"/v2/models/chain{version}/infer", list[HttpResponse]()
+        request = HttpRequest("POST", path, body=bytearray(b'{"inputs": []}'))
+        caller.app.answer(request, responses.append)
+        return responses[0]
+
+    refused = asyncio.run(ask("/versions/1"))
+    assert refused.status == 404
+    assert json.loads(refused.body)["error"] == "model 'chain' has version 2, not 1"
+    assert json.loads(asyncio.run(ask("")).body)["model_version"] == "2"
 
 
 def test_every_error_is_json(store: ModelStore) -> None:
@@ -196,12 +232,14 @@ class Ok:
 
 def serve(
     app: Any,
-    client: Callable[[int], Awaitable[None]],
+    client: Callable[[int], Awaitable[asyncio.Task[None] | None]],
     *,
     grace_s: float = 10.0,
     send_buffer: int | None = None,
 ) -> None:
-    """Run ``client`` with the port of a server of `app`."""
+    """Run ``client`` with the port of a server of `app`, then end the server, then await the task
+    that ``client`` returned, if any.
+    """
 
     async def run() -> None:
         with bind("127.0.0.1", 0) as listener:
@@ -212,10 +250,12 @@ def serve(
             task = asyncio.create_task(server.serve(listener))
             await started.wait()
             try:
-                await client(listener.getsockname()[1])
+                last = await client(listener.getsockname()[1])
             finally:
                 server.is_ending = True
                 await task
+            if last is not None:
+                await last
 
     asyncio.run(run())
 
@@ -502,20 +542,18 @@ def test_refusals_reach_clients_that_send_all_before_they_read(head: bytes, stat
 
 @pytest.mark.timeout(60)
 def test_a_server_that_ends_waits_no_longer_than_for_a_refused_body() -> None:
-    clients = []
-
     async def finish(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.closing(writer):
             await asyncio.sleep(0.3)  # the server ends
             writer.write(b"{}")
             assert await reader.read() == b""
 
-    async def client(port: int) -> None:
+    async def client(port: int) -> asyncio.Task[None]:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(b"POST /early HTTP/1.1\r\nContent-Length: 2\r\n\r\n")
         assert b"200 OK" in await reader.readuntil(b"\r\n\r\n")
         assert await reader.readexactly(2) == b"ok"
-        clients.append(asyncio.create_task(finish(reader, writer)))
+        return asyncio.create_task(finish(reader, writer))
 
     serve(Ok(), client, grace_s=1000.0)
 
@@ -609,6 +647,12 @@ def test_answers_leave_at_once() -> None:
 def test_a_view_of_one_element_travels_in_binary() -> None:
     entries, raw = encode({"x": torch.full((1, 5), 7.0)[:, 0]}, binary=True)
     assert torch.equal(decode(entries, memoryview(raw[0]))["x"], torch.tensor([7.0]))
+
+
+def test_a_negative_view_travels_in_binary() -> None:
+    x = torch.tensor([1 + 2j]).conj().imag
+    entries, raw = encode({"x": x}, binary=True)
+    assert torch.equal(decode(entries, memoryview(raw[0]))["x"], torch.tensor([-2.0]))
 
 
 @pytest.mark.parametrize("shape", [[0, 1 << 70], [0, 1 << 40, 1 << 40], [1 << 62, 64]])

@@ -8,6 +8,7 @@ import os
 import pytest
 import torch
 
+from torchrelay.errors import ArgumentError
 from torchrelay.switching import _request_buffer
 from torchrelay.switching._request_buffer import BufferPool, RequestBuffer
 
@@ -42,11 +43,19 @@ def test_every_kind_of_tensor_crosses_with_its_bits(lent: bool) -> None:
         "float64": torch.randn(2, 3, 4, dtype=torch.float64),
     }
     described = theirs.write(tensors, 1024)[0]
-    read = ours.lend(described, lambda: None) if lent else ours.read(described)
+    with torch.device("meta"):  # a default of the caller
+        read = ours.lend(described, lambda: None) if lent else ours.read(described)
     assert list(read) == list(tensors)
     for name, tensor in tensors.items():
         assert read[name].dtype == tensor.dtype and torch.equal(read[name], tensor), name
         assert read[name].is_contiguous()
+
+
+def test_tensors_are_not_read_where_torch_makes_none_with_memory() -> None:
+    buffer = RequestBuffer.create(4096)
+    written, _ = buffer.write({"x": torch.ones(4)}, 0)
+    with pytest.raises(ArgumentError, match="makes tensors without memory here"):
+        torch.func.functionalize(lambda x: buffer.read(written)["x"] + x)(torch.ones(4))
 
 
 def test_the_daemon_sees_which_request_was_started_last() -> None:
