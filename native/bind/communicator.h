@@ -109,11 +109,14 @@ class Communicator {
         parts_->executor.submit([this, name, timeout_s, collective = std::move(collective)](bool) mutable {
           collective(parts_->group, begin(name, timeout_s, true));
         });
-    if (block) {
+    if (!block) return ticket;
+    try {
       ticket->wait(seconds(1e9), check_signals);
-      return nullptr;
+    } catch (...) {
+      if (!ticket->done()) abandon(*ticket, name);
+      throw;
     }
-    return ticket;
+    return nullptr;
   }
 
   std::shared_ptr<Transfer> send(Address data, std::size_t size_bytes, int to, std::int32_t tag,
@@ -152,11 +155,21 @@ class Communicator {
     operation.timeout = seconds(timeout_s);
     operation.patience = in_background ? Patience{{}, patience_.yield} : patience_;
     operation.poll = [this, in_background] {
-      if (parts_->executor.stopping())
-        throw Error(Code::kPeerLost, "the group was destroyed on this rank before the operation ended");
-      if (!in_background) check_signals();
+      if (!in_background) check_signals();  // a handler may destroy the group
+      if (parts_->executor.stopping()) throw destroyed();
     };
     return operation;
+  }
+
+  // Ends a job that uses the memory of a caller who was interrupted. Others cannot know whether it was done:
+  // it breaks the group, as if it had been running in the caller.
+  void abandon(const Ticket& ticket, const char* name) {
+    const int me = group().name_of(group().rank());
+    group().report(Code::kPeerLost, "rank " + std::to_string(me) + " was interrupted in " + name, {me});
+    try {
+      ticket.wait(seconds(1e9), {});
+    } catch (...) {  // the caller throws what interrupted it
+    }
   }
 
   bool is_forked() const { return origin_.is_forked(); }

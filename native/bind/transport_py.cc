@@ -30,6 +30,18 @@ using transport::Messenger;
 using transport::MessengerOptions;
 using Addresses = std::vector<std::pair<std::string, std::uint16_t>>;
 
+// What Python raises can be thrown once; an Error, in a ticket, as often as somebody waits. Ctrl-C and exits
+// are raised in the main thread only, which is the caller.
+template <class... Arguments>
+nb::object call(const nb::callable& function, Arguments... arguments) {
+  try {
+    return function(arguments...);
+  } catch (const nb::python_error& raised) {
+    if (!raised.matches(PyExc_Exception)) throw;
+    throw Error(Code::kUnavailable, raised.what());
+  }
+}
+
 // One rank's part in a group of several hosts. In a forked child, closing does nothing.
 class HostCommunicator {
  public:
@@ -100,11 +112,12 @@ class HostCommunicator {
                                   [begin = hold(std::move(start))](std::size_t first, std::size_t elements,
                                                                    std::chrono::nanoseconds left) {
                                     const nb::gil_scoped_acquire gil;
-                                    (*begin)(first, elements, std::chrono::duration<double>(left).count());
+                                    const std::chrono::duration<double> left_s = left;
+                                    call(*begin, first, elements, left_s.count());
                                   },
                                   [end = hold(std::move(finish))] {
                                     const nb::gil_scoped_acquire gil;
-                                    const nb::object failure = (*end)();
+                                    const nb::object failure = call(*end);
                                     if (!failure.is_none()) throw Error(nb::cast<const Error&>(failure));
                                   }};
     const nb::gil_scoped_release released;

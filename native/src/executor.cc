@@ -2,18 +2,16 @@
 
 #include <algorithm>
 
-#include "torchrelay/error.h"
-
 namespace torchrelay {
 namespace {
 
 constexpr std::chrono::milliseconds kSlice{50};
 
-Error stopped() {
+}  // namespace
+
+Error destroyed() {
   return {Code::kPeerLost, "the group was destroyed on this rank before the operation ended"};
 }
-
-}  // namespace
 
 bool Ticket::wait(std::chrono::nanoseconds timeout, const std::function<void()>& poll) const {
   const auto end = std::chrono::steady_clock::now() + timeout;
@@ -63,7 +61,7 @@ std::shared_ptr<Ticket> Executor::submit(Job job) {
   auto ticket = std::make_shared<Ticket>();
   {
     const std::lock_guard guard(lock_);
-    if (stopping()) throw stopped();
+    admit();
     if (!thread_.joinable()) {
       thread_ = std::thread([this] { loop(); });
     }
@@ -75,14 +73,23 @@ std::shared_ptr<Ticket> Executor::submit(Job job) {
 
 bool Executor::busy() {
   const std::lock_guard guard(lock_);
-  return running_ || !queue_.empty();
+  return is_running() || !queue_.empty();
+}
+
+// With the lock.
+void Executor::admit() const {
+  if (stopping()) throw destroyed();
+  if (runner_ == std::this_thread::get_id())
+    throw Error(Code::kUnavailable,
+                "a signal handler made this call while its thread was in another one of the same group; set "
+                "a flag in the handler, and make the call after that one");
 }
 
 bool Executor::take_turn() {
   const std::lock_guard guard(lock_);
-  if (stopping()) throw stopped();
-  if (running_ || !queue_.empty()) return false;
-  running_ = true;
+  admit();
+  if (is_running() || !queue_.empty()) return false;
+  runner_ = std::this_thread::get_id();
   return true;
 }
 
@@ -90,7 +97,7 @@ void Executor::end_turn() {
   bool more;
   {
     const std::lock_guard guard(lock_);
-    running_ = false;
+    runner_ = {};
     more = !queue_.empty() || stopping();
   }
   if (more) changed_.notify_all();
@@ -99,11 +106,11 @@ void Executor::end_turn() {
 void Executor::loop() {
   std::unique_lock guard(lock_);
   for (;;) {
-    changed_.wait(guard, [this] { return stopping() || (!running_ && !queue_.empty()); });
+    changed_.wait(guard, [this] { return stopping() || (!is_running() && !queue_.empty()); });
     if (stopping()) return;
     auto [job, ticket] = std::move(queue_.front());
     queue_.pop_front();
-    running_ = true;
+    runner_ = std::this_thread::get_id();
     guard.unlock();
     std::exception_ptr error;
     try {
@@ -114,7 +121,7 @@ void Executor::loop() {
     job = nullptr;
     // The turn ends before the ticket is done, so that its waiters find the executor free.
     guard.lock();
-    running_ = false;
+    runner_ = {};
     guard.unlock();
     ticket->finish(error);
     guard.lock();
@@ -124,16 +131,15 @@ void Executor::loop() {
 void Executor::stop() {
   std::deque<std::pair<Job, std::shared_ptr<Ticket>>> left;
   {
-    std::unique_lock guard(lock_);
+    const std::lock_guard guard(lock_);
     stopping_.store(true, std::memory_order_release);
     left.swap(queue_);
     changed_.notify_all();
-    if (!thread_.joinable()) changed_.wait(guard, [this] { return !running_; });
   }
-  for (auto& entry : left) entry.second->finish(std::make_exception_ptr(stopped()));
+  for (auto& entry : left) entry.second->finish(std::make_exception_ptr(destroyed()));
   if (thread_.joinable()) thread_.join();
   std::unique_lock guard(lock_);
-  changed_.wait(guard, [this] { return !running_; });
+  changed_.wait(guard, [this] { return !is_running() || runner_ == std::this_thread::get_id(); });
 }
 
 }  // namespace torchrelay

@@ -20,10 +20,6 @@ void require_tag(const char* operation, std::int32_t tag) {
                 std::string(operation) + ": a tag must be 0 or more, not " + std::to_string(tag));
 }
 
-Error stopped() {
-  return {Code::kPeerLost, "the group was destroyed on this rank before the transfer ended"};
-}
-
 }  // namespace
 
 // One writer, one reader. Positions only grow; the bytes of position p lie at p modulo the capacity.
@@ -70,7 +66,7 @@ std::shared_ptr<Transfer> Mailboxes::send(Block data, int to, std::int32_t tag, 
   auto transfer = std::make_shared<Transfer>(data, to, tag, code, timeout);
   {
     const std::lock_guard guard(lock_);
-    if (stopping_) throw stopped();
+    if (stopping_) throw destroyed();
     outgoing_[static_cast<std::size_t>(to)].push_back(transfer);
   }
   drive(transfer);
@@ -89,7 +85,7 @@ std::shared_ptr<Transfer> Mailboxes::receive(Block data, int from, std::int32_t 
   std::vector<Ended> ended;
   {
     const std::lock_guard guard(lock_);
-    if (stopping_) throw stopped();
+    if (stopping_) throw destroyed();
     if (!claim_aside(transfer, ended)) incoming_.push_back(transfer);
   }
   for (auto& end : ended) end.transfer->ticket().finish(end.error);
@@ -440,7 +436,7 @@ void Mailboxes::stop() {
   }
   group_.notify(group_.rank());
   if (thread_.joinable()) thread_.join();
-  fail_all(std::make_exception_ptr(stopped()));
+  fail_all(std::make_exception_ptr(destroyed()));
 }
 
 }  // namespace torchrelay

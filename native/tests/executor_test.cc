@@ -68,6 +68,18 @@ TEST(stopping_fails_what_is_queued) {
   CHECK_THROWS(Code::kPeerLost, executor.submit([](bool) {}));
 }
 
+TEST(a_job_in_the_caller_stops_the_executor_but_adds_no_job) {
+  Executor executor;
+  CHECK(executor.try_run([&] {
+    CHECK_THROWS(Code::kUnavailable, executor.try_run([] {}));
+    CHECK_THROWS(Code::kUnavailable, executor.submit([](bool) {}));
+    executor.stop();
+    CHECK(executor.busy());
+  }));
+  CHECK(!executor.busy());
+  CHECK_THROWS(Code::kPeerLost, executor.try_run([] {}));
+}
+
 TEST(a_poll_that_throws_ends_the_wait_only) {
   Executor executor;
   std::atomic<bool> go{false};

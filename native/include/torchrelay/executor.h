@@ -14,7 +14,12 @@
 #include <thread>
 #include <vector>
 
+#include "torchrelay/error.h"
+
 namespace torchrelay {
+
+// What fails operations of a group that is destroyed before they end.
+Error destroyed();
 
 // The completion of one operation. Thread-safe.
 class Ticket {
@@ -52,7 +57,8 @@ class Executor {
   Executor(const Executor&) = delete;
   Executor& operator=(const Executor&) = delete;
 
-  // Queues the job. The thread starts with the first.
+  // Queues the job. The thread starts with the first. This and try_run() throw kUnavailable in a thread that
+  // runs a job, as in a signal handler: its jobs would wait for that one.
   std::shared_ptr<Ticket> submit(Job job);
 
   // Runs the job here and throws what it throws, if nothing is queued or running; else returns false.
@@ -70,7 +76,8 @@ class Executor {
   // Whether running jobs should stop.
   bool stopping() const noexcept { return stopping_.load(std::memory_order_acquire); }
 
-  // Fails what is queued, waits for what is running (which must watch stopping()), ends the thread.
+  // Fails what is queued, ends the thread, and waits for what is running, which must watch stopping(), unless
+  // it runs in this thread.
   void stop();
 
  private:
@@ -80,6 +87,8 @@ class Executor {
     Executor& executor_;
   };
 
+  void admit() const;
+  bool is_running() const { return runner_ != std::thread::id{}; }
   bool take_turn();
   void end_turn();
   void loop();
@@ -87,7 +96,7 @@ class Executor {
   std::mutex lock_;
   std::condition_variable changed_;
   std::deque<std::pair<Job, std::shared_ptr<Ticket>>> queue_;
-  bool running_ = false;
+  std::thread::id runner_;  // the thread that runs a job
   std::atomic<bool> stopping_{false};
   std::thread thread_;
 };

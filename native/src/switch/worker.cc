@@ -46,6 +46,7 @@ enum class Trouble { kNone, kRefused, kUnknownSession };
 
 struct Worker::Shared {
   std::mutex in_use;  // held during a call
+  std::atomic<std::thread::id> caller{};
   mutable std::mutex lock;
   std::condition_variable changed;
   std::size_t num_busy = 0;  // lanes with a task
@@ -232,6 +233,7 @@ void Worker::close() {
     shared_->changed.notify_all();
     for (auto& lane : lanes_) lane->wake();
   }
+  if (shared_->caller.load() == std::this_thread::get_id()) return;  // the destructor does the rest
   const std::lock_guard in_use(shared_->in_use);
   broken_ = "the worker was closed";
   std::vector<ProcessOwned<Lane>> ending;  // destroyed without the lock, which their threads need to end
@@ -250,7 +252,17 @@ void Worker::all_reduce(void* values, std::size_t count, Dtype dtype, Microsecon
                         const std::function<void()>& poll) {
   if (dtype != Dtype::kInt32 && dtype != Dtype::kFloat32)
     throw Error(Code::kArgument, std::string("switch: it sums int32 and float32, not ") + name(dtype));
+  if (shared_->caller.load() == std::this_thread::get_id())
+    throw Error(Code::kUnavailable,
+                "switch " + options_.switch_name +
+                    ": a signal handler made this call while its thread was in another one of the same "
+                    "session; set a flag in the handler, and make the call after that one");
   const std::lock_guard in_use(shared_->in_use);
+  const struct Caller {
+    explicit Caller(std::atomic<std::thread::id>& id) : id_(id) { id_ = std::this_thread::get_id(); }
+    ~Caller() { id_ = std::thread::id{}; }
+    std::atomic<std::thread::id>& id_;
+  } caller(shared_->caller);
   check_usable();
   const Microseconds begin = now();
   const Call call{begin, begin + timeout, name(dtype), count, &poll};
@@ -304,8 +316,8 @@ void Worker::wait(const Call& call) {
     }
   }
   if (!shared.abort.load()) return;
-  if (shared.stop.load()) fail(call, Code::kPeerLost, "the worker was closed");
   if (interrupted) std::rethrow_exception(interrupted);
+  if (shared.stop.load()) fail(call, Code::kPeerLost, "the worker was closed");
   if (shared.trouble == Trouble::kRefused)
     fail(call, Code::kPeerLost, "nothing listens there any more; was the switch stopped?");
   if (shared.trouble == Trouble::kUnknownSession)

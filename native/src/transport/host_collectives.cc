@@ -118,11 +118,13 @@ class Round {
 
   // Empty blocks are not sent.
   void send(Transfers& transfers, int to, std::int32_t tag, Block block) {
-    if (block.size_bytes != 0) transfers.push_back(group.messenger().send(block, to, tag, 0, {}));
+    if (block.size_bytes != 0)
+      transfers.push_back(group.messenger().send(block, to, tag, 0, Messenger::kNoTimeout));
   }
 
   void receive(Transfers& transfers, int source, std::int32_t tag, Block block) {
-    if (block.size_bytes != 0) transfers.push_back(group.messenger().receive(block, source, tag, 0, {}));
+    if (block.size_bytes != 0)
+      transfers.push_back(group.messenger().receive(block, source, tag, 0, Messenger::kNoTimeout));
   }
 
   void finish(Transfers& transfers) {

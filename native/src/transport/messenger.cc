@@ -79,6 +79,8 @@ Messenger::Messenger(MessengerOptions options, Descriptor listener, ReceiveLocal
   if (options_.rank < 0 || static_cast<std::size_t>(options_.rank) >= size || options_.names.size() != size)
     throw Error(Code::kArgument, "rank " + std::to_string(options_.rank) + " does not fit a group of " +
                                      std::to_string(size) + " ranks");
+  const std::lock_guard guard(lock_);
+  sweep_later();
 }
 
 Messenger::~Messenger() { close(); }
@@ -97,7 +99,7 @@ std::shared_ptr<Transfer> Messenger::announce(Block data, int to, std::int32_t t
                .local_tag = local_tag,
                .tag = tag,
                .size_bytes = data.size_bytes},
-              {}, to, {});
+              {}, to, kNoTimeout);
 }
 
 std::shared_ptr<Transfer> Messenger::post(Frame frame, Block data, int to, std::chrono::nanoseconds timeout) {
@@ -132,7 +134,7 @@ std::shared_ptr<Transfer> Messenger::post(Frame frame, Block data, int to, std::
 }
 
 std::exception_ptr Messenger::refusal(int rank) const {
-  return std::make_exception_ptr(failure_ ? *failure_ : closed_ ? closed_error() : gone_error(rank));
+  return std::make_exception_ptr(failure_ ? *failure_ : closed_ ? destroyed() : gone_error(rank));
 }
 
 // A frame of our own, which is sent even if the group has failed.
@@ -259,9 +261,7 @@ bool Messenger::wait(const std::shared_ptr<Transfer>& transfer, std::chrono::nan
   const auto left = std::max<std::chrono::nanoseconds>(transfer->end_ - now, std::chrono::nanoseconds(0));
   if (transfer->ticket().wait(std::min(timeout, left), poll)) return true;
   if (timeout < left) return false;
-  const int peer = transfer->peer_ == kAnyRank ? kAnyRank : name_of(transfer->peer_);
-  cancel(transfer, late(name_of(options_.rank), transfer->sends_ ? "send to " : "recv from ",
-                        transfer->peer_ == kAnyRank ? nullptr : &peer, transfer->tag_));
+  expire(transfer);
   return transfer->ticket().wait(timeout - left, poll);
 }
 
@@ -298,8 +298,8 @@ void Messenger::complete(const std::shared_ptr<Transfer>& transfer, const char* 
 }
 
 // A message that arrives for it later is parked, or read and dropped if it is arriving. One in shared memory
-// cannot be cancelled: its mailboxes watch the time.
-void Messenger::cancel(const std::shared_ptr<Transfer>& transfer, const Error& error) {
+// is left to its mailboxes, which watch the time.
+void Messenger::expire(const std::shared_ptr<Transfer>& transfer) {
   std::vector<std::shared_ptr<Transfer>> abandoned;
   {
     const std::lock_guard guard(lock_);
@@ -313,7 +313,36 @@ void Messenger::cancel(const std::shared_ptr<Transfer>& transfer, const Error& e
       abandon(peer, [&](const Transfer& each) { return &each == transfer.get(); }, abandoned);
     }
   }
-  transfer->ticket().finish(std::make_exception_ptr(error));
+  const bool is_open = transfer->peer_ == kAnyRank;
+  const int peer = is_open ? kAnyRank : name_of(transfer->peer_);
+  transfer->ticket().finish(
+      std::make_exception_ptr(late(name_of(options_.rank), transfer->sends_ ? "send to " : "recv from ",
+                                   is_open ? nullptr : &peer, transfer->tag_)));
+}
+
+void Messenger::sweep_later() {
+  EventLoop::Id id = 0;
+  call_after(options_.sweep_period, id, [this] { sweep(); });
+}
+
+// Ends what is late and has no waiter.
+void Messenger::sweep() {
+  std::vector<std::shared_ptr<Transfer>> overdue;
+  {
+    const std::lock_guard guard(lock_);
+    if (closed_) return;
+    sweep_later();
+    const auto look_at = [&overdue, now = Clock::now()](const std::shared_ptr<Transfer>& transfer) {
+      if (transfer && transfer->end_ <= now) overdue.push_back(transfer);
+    };
+    for (const auto& transfer : posted_) look_at(transfer);
+    for (const auto& connection : connections_) look_at(connection->target);
+    for (const auto& peer : peers_) {
+      const std::lock_guard peer_guard(peer->lock);
+      for (const auto& outgoing : peer->queue) look_at(outgoing.transfer);
+    }
+  }
+  for (const auto& transfer : overdue) expire(transfer);
 }
 
 // --- failures
@@ -323,10 +352,6 @@ Error Messenger::gone_error(int rank) const {
   return {Code::kPeerLost,
           "rank " + std::to_string(name_of(rank)) + " " + (why.empty() ? kDied : why),
           {name_of(rank)}};
-}
-
-Error Messenger::closed_error() const {
-  return {Code::kPeerLost, "the group was destroyed on this rank before the operation ended"};
 }
 
 std::optional<Error> Messenger::lost(const std::vector<int>& ranks) {
@@ -425,7 +450,7 @@ void Messenger::close() {
   {
     const std::lock_guard guard(lock_);
     if (closed_.exchange(true)) return;
-    const auto error = std::make_exception_ptr(closed_error());
+    const auto error = std::make_exception_ptr(destroyed());
     for (auto& transfer : posted_) then.end(transfer, error);
     posted_.clear();
     for (const auto& connection : connections_) {
@@ -462,7 +487,7 @@ void Messenger::close() {
     const std::lock_guard guard(peer->lock);
     peer->out = nullptr;
     abandon(*peer, [](const Transfer&) { return true; }, abandoned);
-    for (auto& transfer : abandoned) last.end(std::move(transfer), std::make_exception_ptr(closed_error()));
+    for (auto& transfer : abandoned) last.end(std::move(transfer), std::make_exception_ptr(destroyed()));
     peer->queue.clear();
   }
   settle(last);

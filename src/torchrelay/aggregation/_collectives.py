@@ -109,7 +109,7 @@ class Collectives:
         with torch.no_grad():
             mine = tensor.detach().cpu().coalesce()
             indices, values = mine.indices().contiguous(), mine.values().contiguous()
-            facts = torch.tensor([mine.sparse_dim(), *mine.shape, mine._nnz()])
+            facts = torch.tensor([mine.sparse_dim(), *mine.shape, mine._nnz()], device="cpu")
             all_facts = [torch.empty_like(facts) for _ in range(self.size)]
             self.plane.all_gather(all_facts, facts, timeout_s, True)
             if any(not torch.equal(theirs[:-1], facts[:-1]) for theirs in all_facts):
@@ -124,7 +124,11 @@ class Collectives:
             self.plane.all_gather(all_indices, indices, timeout_s, True)
             self.plane.all_gather(all_values, values, timeout_s, True)
             total = torch.sparse_coo_tensor(
-                torch.cat(all_indices, 1), torch.cat(all_values), mine.shape, check_invariants=False
+                torch.cat(all_indices, 1),
+                torch.cat(all_values),
+                mine.shape,
+                device="cpu",
+                check_invariants=False,
             )
             tensor.copy_(total.coalesce())
 
@@ -358,7 +362,9 @@ class _Staging:
         if is_host_memory(tensor):
             return tensor
         # Pinned for a CUDA tensor, so that copies run at the link's speed.
-        buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        buffer = torch.empty(
+            tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda
+        )
         if is_input:
             with torch.no_grad():
                 buffer.copy_(tensor)  # from a GPU: waits for the current stream
@@ -371,7 +377,8 @@ class _Staging:
     def finish(self) -> None:
         """Copy results to the caller's tensors."""
         for tensor, buffer in self._copies:
-            with torch.no_grad():
+            # Inference mode is each thread's own.
+            with torch.inference_mode(tensor.is_inference()), torch.no_grad():
                 tensor.copy_(buffer)  # to a GPU: waits, for users on any stream
 
     def done(self, tensors: Tensors, source: int = 0) -> dist.Work:

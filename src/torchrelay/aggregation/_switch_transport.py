@@ -138,7 +138,10 @@ class SwitchTransport:
         is the sum of this host's ``ranks_here`` ranks; of float16 with AVG, their average.
         """
         started: deque[tuple[torch.Tensor, torch.Tensor, Future[None]]] = deque()
+        # Another thread may call the two, and inference mode is each thread's own.
+        mode = torch.inference_mode(tensor.is_inference())
 
+        @mode
         def start(first: int, count: int, timeout_s: float) -> None:
             assert self._client is not None
             piece = tensor[first : first + count]
@@ -147,6 +150,7 @@ class SwitchTransport:
                 wide *= ranks_here
             started.append((piece, wide, self._submit(self._client, wide, timeout_s)))
 
+        @mode
         def finish() -> Failure | None:
             piece, wide, job = started.popleft()
             try:

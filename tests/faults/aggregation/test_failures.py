@@ -8,6 +8,7 @@ import gc
 import os
 import re
 import signal
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +22,7 @@ import torch.distributed as dist
 import torchrelay.aggregation  # noqa: F401 - registers the backend
 from torchrelay.errors import MismatchError, OperationTimeoutError, PeerLostError
 from torchrelay.world import World
+from waiting import eventually
 
 if TYPE_CHECKING:
     from ranks import RunProcesses
@@ -215,6 +217,18 @@ def test_nothing_arrives(world: World) -> None:
 
 
 @pytest.mark.processes(2)
+def test_nothing_arrives_and_nobody_waits(world: World) -> None:
+    start(world, timeout_s=0.5)
+    first, second = (cast(dist.Work, dist.irecv(torch.empty(3), 1 - world.rank)) for _ in range(2))
+    assert f"recv from rank {1 - world.rank}, tag 0" in heard(first.get_future().wait)
+    eventually(second.is_completed)
+    assert isinstance(second.exception(), OperationTimeoutError)
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"done/{world.rank}", "")
+    store.wait(["done/0", "done/1"], timedelta(seconds=60))
+
+
+@pytest.mark.processes(2)
 def test_a_rank_that_leaves_is_named(world: World) -> None:
     start(world)
     dist.barrier()
@@ -233,8 +247,7 @@ def test_destroying_a_group_ends_a_call_in_another_thread(world: World) -> None:
         before = group.stats().jobs
         with ThreadPoolExecutor(1) as thread:
             call = thread.submit(all_reduce)
-            while group.stats().jobs == before:
-                time.sleep(0.01)
+            eventually(lambda: group.stats().jobs != before)
             dist.destroy_process_group()
         with pytest.raises(PeerLostError, match="was destroyed on this rank"):
             call.result()
@@ -271,6 +284,63 @@ def test_ctrl_c_ends_a_wait(world: World) -> None:
         # Between hosts, what rank 0 sent before may be all that the first call needs.
         with pytest.raises(PeerLostError, match="rank 0"):
             _reduce_twice()
+
+
+def handle_in_the_next_call(handler: Callable[[], object]) -> None:
+    """Run ``handler`` as a signal handler once this rank is in its next call."""
+    group = cast(Any, dist.group.WORLD)
+    before = group.stats().jobs
+    signal.signal(signal.SIGALRM, lambda *_: handler())
+
+    def send() -> None:
+        eventually(lambda: group.stats().jobs != before)
+        os.kill(os.getpid(), signal.SIGALRM)
+
+    threading.Thread(target=send).start()
+
+
+@pytest.mark.processes(2)
+def test_ctrl_c_ends_a_call_behind_another(world: World) -> None:
+    start(world)
+    store = dist.distributed_c10d._get_default_store()
+    if world.rank == 0:
+        first = cast(dist.Work, dist.all_reduce(torch.ones(3), async_op=True))
+        handle_in_the_next_call(lambda: signal.default_int_handler(signal.SIGINT, None))
+        with pytest.raises(KeyboardInterrupt):
+            dist.all_reduce(torch.ones(3))
+        with pytest.raises(PeerLostError, match="rank 0 was interrupted in all_reduce"):
+            first.wait()
+        store.set("stopped", "")
+    else:
+        store.wait(["stopped"], timedelta(seconds=60))
+        with pytest.raises(PeerLostError, match="rank 0 was interrupted in all_reduce"):
+            _reduce_twice()
+
+
+@pytest.mark.processes(2)
+def test_a_signal_handler_may_destroy_the_group(world: World) -> None:
+    start(world)
+    store = dist.distributed_c10d._get_default_store()
+    if world.rank == 0:
+        handle_in_the_next_call(dist.destroy_process_group)
+        with pytest.raises(PeerLostError, match="destroy"):
+            dist.all_reduce(torch.ones(3))
+        store.set("destroyed", "")
+    else:
+        store.wait(["destroyed"], timedelta(seconds=60))
+
+
+@pytest.mark.processes(2)
+def test_a_signal_handler_makes_no_call_within_another(world: World) -> None:
+    start(world)
+    store = dist.distributed_c10d._get_default_store()
+    if world.rank == 0:
+        handle_in_the_next_call(lambda: store.set("said", heard(all_reduce)))
+    else:
+        assert b"UnavailableError: a signal handler" in store.get("said")
+    tensor = torch.ones(3)
+    dist.all_reduce(tensor)
+    assert tensor.eq(2).all()
 
 
 kept: Any

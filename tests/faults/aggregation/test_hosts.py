@@ -159,8 +159,12 @@ def test_every_rank_reports_the_first_cause(tmp_path: Path, run_processes: RunPr
 AGAIN: list[tuple[str, Callable[[World], None]]] = [
     ("abb", FAULTS.test_a_late_rank_is_named),
     ("ab", FAULTS.test_nothing_arrives),
+    ("ab", FAULTS.test_nothing_arrives_and_nobody_waits),
     ("ab", FAULTS.test_a_message_of_another_size_fails_the_receive),
     ("ab", FAULTS.test_ctrl_c_ends_a_wait),
+    ("ab", FAULTS.test_ctrl_c_ends_a_call_behind_another),
+    ("ab", FAULTS.test_a_signal_handler_may_destroy_the_group),
+    ("ab", FAULTS.test_a_signal_handler_makes_no_call_within_another),
 ]
 
 

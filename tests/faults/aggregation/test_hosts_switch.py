@@ -19,12 +19,14 @@ from torch.distributed.elastic.utils.store import barrier as meet
 
 import torchrelay.aggregation  # noqa: F401 - registers the backend
 from torchrelay.aggregation import Options
+from torchrelay.aggregation._switch_transport import SwitchTransport
 from torchrelay.aggregation.switch import SwitchClient
 from torchrelay.errors import (
     ConfigError,
     MismatchError,
     OperationTimeoutError,
     PeerLostError,
+    TorchRelayError,
     UnavailableError,
 )
 from torchrelay.world import World
@@ -236,3 +238,39 @@ def test_a_leader_that_sends_nothing_is_named(run_processes: RunProcesses) -> No
         assert result.ok, result.error
         message, ranks = result.value
         assert ranks == (2,) and "it waits for worker 1: rank 2" in message, message
+
+
+def _fail_to_sum(world: World, address: str) -> str:
+    start(world, address)
+
+    def submit(*_: object) -> None:
+        raise MemoryError("on purpose")
+
+    if world.rank == 0:
+        SwitchTransport._submit = submit  # type: ignore[method-assign,assignment]
+    work = dist.all_reduce(torch.ones(1000), async_op=True)
+    messages = set()
+    for _ in range(2):
+        with pytest.raises(TorchRelayError) as caught:
+            work.wait()
+        messages.add(f"{type(caught.value).__name__}: {caught.value}")
+    (message,) = messages
+    return message
+
+
+def test_an_unexpected_error_is_raised_as_often_as_somebody_waits(
+    run_processes: RunProcesses,
+) -> None:
+    switch = Switch()
+    try:
+        results = run_processes(_fail_to_sum, 4, address=switch.address)
+    finally:
+        switch.kill()
+    for rank, result in enumerate(results):
+        assert result.ok, result.error
+        error, text = (
+            ("UnavailableError", "MemoryError: on purpose")
+            if rank == 0
+            else ("PeerLostError", "rank 0 was interrupted in all_reduce")
+        )
+        assert result.value.startswith(error) and text in result.value, result.value

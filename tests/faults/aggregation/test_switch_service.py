@@ -13,6 +13,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 import pytest
@@ -305,19 +306,48 @@ with SwitchClient({server.address!r}, 1, 2, 5) as client:
             client.all_reduce(torch.ones(1000), timeout_s=2.0)
 
 
-def test_ctrl_c_ends_a_call(server: SwitchServer) -> None:
+def _signal_a_call(server: SwitchServer, handler: str, number: int) -> str:
+    """Return what a worker prints that gets a signal while it waits for another worker.
+
+    Args:
+        handler: statements of its signal handler.
+    """
     code = f"""
-import torch
+import signal, torch
 from torchrelay.aggregation.switch import SwitchClient
-with SwitchClient({server.address!r}, 0, 2, 5) as client:
-    print("ready", flush=True)
-    client.all_reduce(torch.ones(1000), timeout_s=1000)
+client = SwitchClient({server.address!r}, 0, 2, 5)
+def handle(*_):
+{indent(handler, "    ")}
+signal.signal({number}, handle)
+print("ready", flush=True)
+client.all_reduce(torch.ones(1000), timeout_s=1000)
 """
     with subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-        eventually(lambda: server.stats().counts["received"] > 0)
-        process.send_signal(signal.SIGINT)
-        assert "KeyboardInterrupt" in process.communicate(timeout=60)[1]
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+            eventually(lambda: server.stats().counts["received"] > 0)
+            process.send_signal(number)
+            return "".join(process.communicate(timeout=60))
+        finally:
+            process.kill()
+
+
+def test_ctrl_c_ends_a_call(server: SwitchServer) -> None:
+    said = _signal_a_call(server, "signal.default_int_handler(*_)", signal.SIGINT)
+    assert "KeyboardInterrupt" in said
+
+
+def test_a_signal_handler_may_close_the_client_but_not_sum(server: SwitchServer) -> None:
+    handler = """
+try:
+    client.all_reduce(torch.ones(1))
+except Exception as error:
+    print(type(error).__name__, error)
+client.close()
+"""
+    said = _signal_a_call(server, handler, signal.SIGTERM)
+    assert f"UnavailableError switch {server.address}: a signal handler made this call" in said
+    assert "PeerLostError: switch" in said and "the worker was closed" in said

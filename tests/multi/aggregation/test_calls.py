@@ -136,6 +136,18 @@ def test_sparse_tensors_are_added(world: World) -> None:
 
 
 @pytest.mark.processes(2)
+def test_buffers_are_on_the_cpu_whatever_the_default_device(world: World) -> None:
+    group = start(world)  # of c10d's functions, some take the mode away
+    odd = torch.ones(3, 4).t()
+    tensor, *others = (sparse(rank, (), torch.float32, 5) for rank in (world.rank, 0, 1))
+    with torch.device("meta"):
+        group.allreduce(odd).wait()
+        group.allreduce(tensor).wait()
+    assert odd.eq(2).all()
+    assert torch.equal(tensor.to_dense(), others[0].to_dense() + others[1].to_dense())
+
+
+@pytest.mark.processes(2)
 def test_ddp_trains_a_sparse_embedding(world: World) -> None:
     """As over Gloo, bit for bit."""
     start(world)

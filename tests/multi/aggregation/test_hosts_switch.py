@@ -184,6 +184,26 @@ def test_averages_of_float16_do_not_overflow(world: World) -> None:
         assert_same_on_all(got, gloo)
 
 
+@pytest.mark.processes(2)
+def test_averages_of_inference_tensors(world: World) -> None:
+    with switched(world, "ab"):
+        for dtype in (torch.float32, torch.float16, torch.int32):
+            normal = torch.full((1000,), 2 * world.rank + 1, dtype=dtype)
+            with torch.inference_mode():
+                inference = normal.clone()
+                works = [
+                    dist.all_reduce(tensor, ReduceOp.AVG, async_op=True)
+                    for tensor in (inference, normal)
+                ]
+            for work in works:
+                work.wait()
+            with torch.inference_mode():
+                dist.all_reduce(normal, ReduceOp.AVG)
+            dist.all_reduce(inference, ReduceOp.AVG)
+            assert inference.is_inference() and not normal.is_inference()
+            assert inference.eq(2).all() and normal.eq(2).all()
+
+
 @pytest.mark.processes(4)
 def test_numbers_that_cannot_be_quantized(world: World) -> None:
     """NaN, Inf, large, tiny and denormal numbers, and zeros, beside others in the same tensor."""

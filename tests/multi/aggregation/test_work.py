@@ -41,6 +41,17 @@ def test_handles_in_any_order(world: World) -> None:
 
 
 @pytest.mark.processes(2, together=True)
+def test_results_reach_inference_tensors_outside_inference_mode(world: World) -> None:
+    with groups(world):
+        with torch.inference_mode():
+            first, second = torch.ones(3, 4).t(), torch.ones(3, 4).t()
+            works = [dist.all_reduce(tensor, async_op=True) for tensor in (first, second)]
+        works[0].wait()
+        works[1].get_future().wait()
+        assert first.eq(2).all() and second.eq(2).all()
+
+
+@pytest.mark.processes(2, together=True)
 def test_an_async_call_does_not_wait_for_the_others(world: World) -> None:
     with groups(world):
         store = dist.distributed_c10d._get_default_store()

@@ -55,8 +55,9 @@ class Worker {
 
   WorkerStats stats() const;
 
-  // Ends the threads and closes the sockets. A call in progress in another thread throws kPeerLost. In a
-  // forked child it does nothing, nor does the destructor.
+  // Ends the threads and closes the sockets. A call in progress throws kPeerLost; if it is in this thread,
+  // whose signal handler closes the worker, the sockets stay open until the destructor. In a forked child it
+  // does nothing, nor does the destructor.
   void close();
 
  private:

@@ -52,12 +52,14 @@ struct MessengerOptions {
   std::chrono::milliseconds flush_timeout{2000};
   std::chrono::milliseconds probe_timeout{500};   // to see whether a rank is reachable
   std::chrono::milliseconds report_timeout{500};  // for the report of who knows a cause
+  std::chrono::milliseconds sweep_period{1000};   // of the search for late transfers
 };
 
 // Thread-safe. In a forked child it must not be used, nor destroyed.
 class Messenger {
  public:
   using Clock = std::chrono::steady_clock;
+  static constexpr std::chrono::hours kNoTimeout{24 * 365 * 30};
   // Receives the bytes of a message from a rank of this host, which are in shared memory; ends in time.
   using ReceiveLocally = std::function<std::shared_ptr<Transfer>(
       Block, int source, std::int32_t local_tag, std::uint8_t code, std::chrono::nanoseconds timeout)>;
@@ -71,7 +73,8 @@ class Messenger {
   Messenger& operator=(const Messenger&) = delete;
 
   // Neither blocks. A transfer fails with kMismatch if the sizes or types differ, with kPeerLost if the peer
-  // is lost or has left, and with the group's failure.
+  // is lost or has left, with the group's failure, and with kTimeout if it is late; if nobody waits for it,
+  // up to sweep_period later.
   std::shared_ptr<Transfer> send(Block data, int to, std::int32_t tag, std::uint8_t code,
                                  std::chrono::nanoseconds timeout);
   std::shared_ptr<Transfer> receive(Block data, int source, std::int32_t tag, std::uint8_t code,
@@ -81,8 +84,8 @@ class Messenger {
   std::shared_ptr<Transfer> announce(Block data, int to, std::int32_t tag, std::uint8_t code,
                                      std::int32_t local_tag);
 
-  // Waits for one transfer until its own timeout, after which it fails with kTimeout; throws what it failed
-  // with. False: not done within `timeout`. `poll` is called about 20 times a second; throws to stop waiting.
+  // Waits for one transfer, and throws what it failed with. False: not done within `timeout`. `poll` is
+  // called about 20 times a second; throws to stop waiting.
   bool wait(const std::shared_ptr<Transfer>& transfer, std::chrono::nanoseconds timeout,
             const std::function<void()>& poll);
 
@@ -134,7 +137,8 @@ class Messenger {
   bool greet(Connection& connection);
   void abandon(Peer& peer, const std::function<bool(const Transfer&)>& which,
                std::vector<std::shared_ptr<Transfer>>& abandoned);
-  void cancel(const std::shared_ptr<Transfer>& transfer, const Error& error);
+  void expire(const std::shared_ptr<Transfer>& transfer);
+  void sweep();
 
   // Connections; called with the lock.
   void connect(int to);
@@ -148,6 +152,7 @@ class Messenger {
   void send_report(int to, const std::vector<std::byte>& body);
   void end_report(const ConnectionPtr& connection);
   void call_after(std::chrono::milliseconds delay, EventLoop::Id& id, std::function<void()> function);
+  void sweep_later();
   void forget(EventLoop::Id& id);
 
   // In the event loop's thread.
@@ -175,7 +180,6 @@ class Messenger {
   static Frame failed_frame(const std::vector<std::byte>& body);
   std::exception_ptr refusal(int rank) const;
   Error gone_error(int rank) const;
-  Error closed_error() const;
   std::exception_ptr mismatch_of(const Transfer& transfer, int source, const Frame& frame) const;
 
   const MessengerOptions options_;

@@ -121,9 +121,7 @@ class SwitchClient(Resource):
         return self._native.stats()
 
     def close(self) -> None:
-        """Leave the session. A call in progress in another thread raises PeerLostError.
-        Idempotent.
-        """
+        """Leave the session. A call in progress raises PeerLostError. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
