@@ -101,13 +101,6 @@ void register_store(nb::module_& module) {
       .def_static("create", &Store::create, "spec"_a, Released())
       .def_static("attach", &Store::attach, "address"_a, "init"_a)
       .def_prop_ro("address", [](const Store& store) { return store.address(); })
-      .def_prop_ro("node", [](const Store& store) { return store.header().node; })
-      .def_prop_ro("num_nodes", [](const Store& store) { return store.header().num_nodes; })
-      .def_prop_ro("num_channels", [](const Store& store) { return store.header().num_channels; })
-      .def(
-          "length_of", [](const Store& store, std::int64_t key) { return store.length_of(key); }, "key"_a)
-      .def(
-          "valid", [](const Store& store, std::int64_t key) { return store.header().valid(key); }, "key"_a)
       .def(
           "has_heard",
           [](const Store& store, std::uint32_t node) {
@@ -136,8 +129,10 @@ void register_store(nb::module_& module) {
           "set_step", [](Store& store, double step) { store.header().step.store(step); }, "step"_a)
       .def(
           "holds",
-          [](const Store& store, Address keys, std::size_t count) {
-            return store.index().holds(pointer<const std::int64_t>(keys), count);
+          [](const Store& store, Address address, std::size_t count) {
+            const auto* keys = pointer<const std::int64_t>(address);
+            store.value_bytes(parameters::Op::kPull, keys, count);  // checks the range
+            return store.index().holds(keys, count);
           },
           "keys"_a, "count"_a, Released())
       .def(

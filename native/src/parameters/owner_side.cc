@@ -244,7 +244,8 @@ void OwnerSide::apply_update(LockedEntry& entry, const Record& record, const std
   const bool dropped = (record.flags & kDrop) != 0;
   if (!dropped && replica != nullptr && replica->version != before) return refresh(entry, *replica, kAcks);
   if (replica != nullptr) {
-    replica->has_stepped |= entry->version != before && state_.store->header().rule.kind != RuleKind::kAdd;
+    const bool is_exact = state_.store->header().dtype == Dtype::kInt64;
+    replica->has_stepped |= entry->version != before && !is_exact;
     replica->has_written(before, entry->version);
   }
   ++unsent_acks_[record.node];

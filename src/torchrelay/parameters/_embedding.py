@@ -136,12 +136,14 @@ class _TableModule(nn.Module):
             self.num_embeddings, self.table.worker_index, self.table.workers
         )
         rows = torch.empty(end - start, self.embedding_dim, dtype=self.table.dtype)
+        # The processes' generators may have the same seed, and must not draw the same rows.
+        seed = int(torch.empty((), dtype=torch.int64).random_()) + self.table.worker_index
+        generator = torch.Generator(rows.device).manual_seed(seed)
         init = self.table.server.init
-        self.table.sync()  # earlier pushes are not applied to the new rows
         fill = {"uniform": nn.init.uniform_, "normal": nn.init.normal_}.get(init.kind)
-        self.table.set(
-            torch.arange(start, end), fill(rows, init.a, init.b) if fill else rows.fill_(init.a)
-        )
+        rows = fill(rows, init.a, init.b, generator) if fill else rows.fill_(init.a)
+        self.table.sync()  # earlier pushes are not applied to the new rows
+        self.table.set(torch.arange(start, end), rows)
         self.table.sync()
         self._zero_padding()
 

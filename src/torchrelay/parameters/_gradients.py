@@ -209,9 +209,10 @@ class Gradients:
         if not pending:
             return
         keys, values = pending[0]
-        if len(pending) > 1:
-            keys, values = sum_by_key(*(torch.cat(parts) for parts in zip(*pending, strict=True)))
         device = values.device
+        if len(pending) > 1:
+            parts = zip(*pending, strict=True)
+            keys, values = sum_by_key(*(torch.cat([x.to(device) for x in part]) for part in parts))
         exchange = self._shared_exchange()
         if exchange is not None:
             keys, values = exchange.sum(keys.cpu(), values.cpu(), self._owners(keys.cpu()))
@@ -300,11 +301,10 @@ class Gradients:
         return self._exchange
 
     def _configure(self, lr: float, step: int) -> None:
-        if self._configured == (lr, step):
-            return
-        self._server.set_learning_rate(lr)
+        self._server.set_learning_rate(lr)  # Table.set_learning_rate may have set another
         self._server.store.set_step(step)
-        if self._exchange is not None and self._server.topology.num_nodes > 1:
+        is_new = self._configured != (lr, step)
+        if is_new and self._exchange is not None and self._server.topology.num_nodes > 1:
             # An owner must have the rate before another node's push.
             self._exchange.barrier()
         self._configured = (lr, step)

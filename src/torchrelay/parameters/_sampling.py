@@ -173,7 +173,7 @@ class Sampling:
                 if self._pool_passes == _POOL_PASSES:
                     self._pool = self._draw(config.load(config.Parameters).pool_size)
                     self._pool_passes = 0
-                self._random.shuffle(self._pool)
+                self._pool = self._random.permutation(self._pool)  # `pieces` are views of it
                 self._pool_at, self._pool_passes = 0, self._pool_passes + 1
             pieces.append(self._pool[self._pool_at : self._pool_at + count])
             self._pool_at += len(pieces[-1])

@@ -222,7 +222,8 @@ class Table(Resource):
         """
         flat = _flat_keys(keys)
         values = torch.empty(*keys.shape, self.dim, dtype=self.dtype) if out is None else out
-        self.worker.pull(flat, values.view(len(flat), self.dim))
+        _check_shape(keys, values, self.dim)
+        self.worker.pull(flat, values)
         return values
 
     def push(self, keys: Tensor, values: Tensor, *, wait: bool = True) -> None:
@@ -235,16 +236,18 @@ class Table(Resource):
             values: of shape ``(*keys.shape, dim)``.
             wait: if False, return at once; later pulls of this process include the push.
         """
-        flat = _flat_keys(keys)
-        self.worker.push(flat, _flat_values(flat, values, self.dim), not wait)
+        self.worker.push(_flat_keys(keys), _flat_values(keys, values, self.dim), not wait)
 
     def set(self, keys: Tensor, values: Tensor) -> None:
         """Overwrite the vectors of ``keys``; optimizer state stays. The last key wins."""
-        flat = _flat_keys(keys)
-        self.worker.set(flat, _flat_values(flat, values, self.dim))
+        self.worker.set(_flat_keys(keys), _flat_values(keys, values, self.dim))
 
     def is_local(self, keys: Tensor) -> bool:
-        """Return whether this node owns or replicates all ``keys`` now. Does not block."""
+        """Return whether this node owns or replicates all ``keys`` now. Does not block.
+
+        Raises:
+            ArgumentError: a key is out of range.
+        """
         flat = _flat_keys(keys)
         return self.server.store.holds(flat.data_ptr(), len(flat))
 
@@ -358,13 +361,18 @@ class Table(Resource):
         )
 
 
-def _flat_values(keys: Tensor, values: Tensor, dim: int) -> Tensor:
-    if values.numel() != len(keys) * dim:
+def _check_shape(keys: Tensor | Sequence[int], values: Tensor, dim: int) -> None:
+    shape = torch.as_tensor(keys).shape
+    if values.shape != (*shape, dim):
         raise ArgumentError(
-            f"values of shape {tuple(values.shape)} for {len(keys)} keys of {dim} elements: they "
-            "must have the keys' shape and one more dimension"
+            f"values of shape {tuple(values.shape)} for keys of shape {tuple(shape)}: they must "
+            f"have the shape {(*shape, dim)}"
         )
-    return values.detach().cpu().reshape(len(keys), dim).contiguous()
+
+
+def _flat_values(keys: Tensor | Sequence[int], values: Tensor, dim: int) -> Tensor:
+    _check_shape(keys, values, dim)
+    return values.detach().cpu().reshape(-1, dim).contiguous()
 
 
 def _flat_keys(keys: Tensor | Sequence[int]) -> Tensor:

@@ -193,11 +193,8 @@ class _KeyAccess(Resource):
 
     def get_key_size(self, key: int = 0) -> int:
         """Return the elements of the value of ``key``."""
-        if not self.server.store.valid(key):
-            raise ArgumentError(
-                f"key {key} is out of range: the table has the keys 0 to {self.num_keys - 1}"
-            )
-        return self.server.store.length_of(key)
+        keys = np.array([key], dtype=np.int64)
+        return self.server.store.elements(False, keys.ctypes.data, 1)
 
     @property
     def num_keys(self) -> int:

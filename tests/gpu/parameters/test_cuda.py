@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from torchrelay.parameters import Table
+from torchrelay.parameters import Embedding, Table, optim
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="there is no CUDA device here"
@@ -22,3 +22,12 @@ def test_keys_and_values_on_a_device() -> None:
         table.push(keys.cpu(), ones)
         assert torch.equal(table.pull(keys).cpu(), torch.full((2, DIM), 4.0))
         assert table.pull(torch.arange(ROWS)).sum() == 2 * DIM * 4
+
+
+def test_lookups_on_two_devices_share_a_step() -> None:
+    keys = torch.tensor([1, 4])
+    with Table.create(ROWS, DIM, optimizer=optim.sgd(1.0)) as table:
+        module, optimizer = Embedding(ROWS, DIM, table=table), table.optimizer()
+        (module(keys).sum() + module(keys.cuda()).sum().cpu()).backward()
+        optimizer.step()
+        assert (table.pull(keys) == -2).all()

@@ -15,7 +15,7 @@ from torch.distributed import checkpoint as dcp
 
 from torchrelay.checkpoint import load, save
 from torchrelay.errors import ArgumentError, CorruptionError, PeerLostError
-from torchrelay.parameters import Embedding, IntentLoader, Table, _intents, optim
+from torchrelay.parameters import Embedding, IntentLoader, KeyInit, Table, _intents, optim
 from torchrelay.world import World
 
 if TYPE_CHECKING:
@@ -164,6 +164,16 @@ def test_save_on_three_nodes_load_on_others(run_processes: RunProcesses, tmp_pat
             rows = torch.tensor(result.value)
             torch.testing.assert_close(rows[:, DIM:], gradient.square())
             torch.testing.assert_close(rows[:, :DIM], torch.full((KEYS, DIM), -0.1))
+
+
+@pytest.mark.processes(2)
+def test_processes_with_one_seed_draw_different_rows(world: World) -> None:
+    init = KeyInit("normal", 0.0, 1.0)
+    with Table.create(KEYS, DIM, optimizer=optim.sgd(1.0), init=init) as table:
+        torch.manual_seed(0)
+        Embedding(KEYS, DIM, table=table).reset_parameters()
+        assert len(table.pull(torch.arange(KEYS)).unique(dim=0)) == KEYS
+        table.sync()
 
 
 @pytest.mark.processes(2)

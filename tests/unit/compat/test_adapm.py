@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from ranks import free_port
 from torchrelay.compat import adapm
 from torchrelay.errors import ArgumentError
 
@@ -67,3 +71,29 @@ def test_values_have_any_rank(shape: tuple[int, ...], make: Any) -> None:
     assert worker.pull_if_local(keys, vals=pulled)
     worker.finalize()
     server.shutdown()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_the_scheduler_ends_with_the_last_server_of_its_nodes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("DMLC_NUM_SERVER", "1")
+    monkeypatch.setenv("DMLC_PS_ROOT_PORT", str(free_port()))
+    scheduler = threading.Thread(target=adapm.scheduler, args=(KEYS, 1), daemon=True)
+    scheduler.start()
+    adapm.setup(KEYS, 1)
+    first, last = adapm.Server(2), adapm.Server(2)
+    store = first.topology.ranks.store
+    assert store is not None
+    child = os.fork()
+    if child == 0:
+        signal.alarm(30)
+        first.shutdown()
+        last.abort()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    first.shutdown()
+    assert store.add(adapm._SHUT_DOWN, 0) == 0 and not store.check([adapm._LOST])
+    last.shutdown()
+    scheduler.join(60)
+    assert not scheduler.is_alive()

@@ -277,8 +277,14 @@ def test_wrong_arguments_are_named(create: Callable[..., Table]) -> None:
         Embedding(ROWS, DIM, table=table)(torch.tensor([0.5]))
     with pytest.raises(ArgumentError, match=str(ROWS)):
         Embedding(ROWS, DIM, table=table)(torch.tensor([ROWS]))
-    with pytest.raises(ArgumentError, match="shape"):
-        table.push(torch.tensor([1, 2]), torch.zeros(3, DIM))
+    for shape in ((3, DIM), (DIM, 2), (2 * DIM,), (1, 2, DIM)):
+        two, values = torch.tensor([1, 2]), torch.zeros(shape)
+        for use in (table.push, table.set, table.pull):
+            with pytest.raises(ArgumentError, match=rf"must have the shape \(2, {DIM}\)"):
+                use(two, values)
+    for key in (ROWS, -1, 10**12):
+        with pytest.raises(ArgumentError, match="out of range"):
+            table.is_local(torch.tensor([0, key]))
     with pytest.raises(ArgumentError):
         optim.sgd(-1)
     optimizers: tuple[Any, ...] = (torch.optim.Adam, "adam")

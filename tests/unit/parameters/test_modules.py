@@ -235,6 +235,26 @@ def test_compiled_models_have_one_graph(apply_gradients: Any) -> None:
         )
 
 
+@pytest.mark.timeout(300)
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_lookups_of_equal_keys_have_a_gradient_each(backend: str) -> None:
+    """The compiler may look equal keys up once, but not drop a gradient that equals another."""
+    torch._dynamo.reset()
+    with Table.create(ROWS, DIM, optimizer=optim.sgd(1.0), apply_gradients="backward") as table:
+        table.set(torch.arange(ROWS), torch.ones(ROWS, DIM))
+        module, keys = Embedding(ROWS, DIM, max_norm=1.0, table=table), torch.tensor([1, 2])
+
+        def twice(keys: Tensor) -> Tensor:
+            return module(keys).sum() + module(keys).sum()
+
+        result = torch.compile(twice, fullgraph=True, backend=backend)(keys)
+        before = table.pull(keys)
+        torch.testing.assert_close(result, twice(keys))
+        result.backward()
+        torch.testing.assert_close(table.pull(keys), before - 2)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("rule", [optim.sgd(0.5), optim.adagrad(0.5), optim.adam(0.5)])
 def test_half_precision_rows_are_trained_saved_and_loaded(rule: Any, dtype: torch.dtype) -> None:

@@ -219,34 +219,43 @@ def test_optimizers_step_at_the_owner(kind: str) -> None:
     on_nodes(3, body, table=table)
 
 
-def test_a_replica_equals_its_owner_after_a_sync() -> None:
-    """A replica applies each push, its owner their sum: two steps of an optimizer, and one."""
+@pytest.mark.parametrize(
+    ("table", "needed"),
+    [
+        ({"rule": UpdateRule("adagrad", lr=0.1)}, 1),
+        ({"dtype": torch.bfloat16, "init": KeyInit("constant", 256.0)}, 1),
+        ({"dtype": torch.int64}, 0),
+    ],
+    ids=["adagrad", "bfloat16", "int64"],
+)
+def test_a_replica_equals_its_owner_after_a_sync(table: dict[str, Any], needed: int) -> None:
+    """A replica applies each push, its owner their sum: ten steps or roundings, and one."""
     settings = dataclasses.replace(SETTINGS, sync_threshold=1e9)
-    key = torch.tensor([0])
+    key, one = torch.tensor([0]), torch.ones(1, dtype=table.get("dtype", torch.float32))
 
     def body(server: Server, worker: Worker) -> tuple[torch.Tensor, float]:
         worker.intent(key, 0, 100)
         if server.node == 1:
             eventually(lambda: server.statistics()["replicas"] == 1)
-            for _ in range(2):
-                worker.push(key, torch.ones(1))
+            for _ in range(10):
+                worker.push(key, one)
         for _ in range(3):
             worker.barrier()
             worker.wait_sync()
         worker.barrier()
-        row = torch.empty(1, 2)
+        row = one.new_empty(1, server.row_length())
         worker.pull_rows(key, row)
         return row, server.statistics()["refreshes"]
 
     (owned, refreshes), (replicated, _) = on_nodes(
         2,
         body,
-        table={"keys": 2, "rule": UpdateRule("adagrad", lr=0.1)},
+        table={"keys": 2, **table},
         settings=settings,
         techniques="replication_only",
     )
     assert torch.equal(owned, replicated)
-    assert refreshes == 1
+    assert refreshes == needed
 
 
 def test_pushes_before_a_load_do_not_change_the_loaded_rows() -> None:
@@ -270,6 +279,7 @@ def test_pushes_before_a_load_do_not_change_the_loaded_rows() -> None:
                 table.push(key, torch.full((1, 1), 5.0))
             load()
             assert table.pull(key) == 1
+            worker.barrier()
 
     on_nodes(
         2,

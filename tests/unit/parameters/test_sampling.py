@@ -104,6 +104,16 @@ def test_draws_without_replacement_have_the_weights_that_are_left() -> None:
     assert chi_square < 31.3  # the 0.999 quantile for 11 degrees of freedom
 
 
+def test_a_sample_may_span_two_passes_over_a_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHRELAY_PARAMETERS_POOL_SIZE", "50")
+    first, both = (
+        Sampling("pool", True, "uniform", 0, 1000, seed=3).prepare(size).keys for size in (50, 80)
+    )
+    assert first is not None and both is not None
+    assert np.array_equal(both[:50], first)
+    assert set(both[50:]) <= set(first)
+
+
 def test_samples_are_used_up_and_finished() -> None:
     worker = make("naive")
     sample = worker.prepare_sample(5, 0)

@@ -169,6 +169,18 @@ def test_learning_rates_are_checked(lr: float) -> None:
         assert not table.pull(torch.arange(ROWS)).any()
 
 
+def test_a_step_has_the_learning_rate_of_its_optimizer() -> None:
+    with Table.create(ROWS, DIM, optimizer=optim.sgd(1.0)) as table:
+        module, optimizer = Embedding(ROWS, DIM, table=table), table.optimizer()
+        keys = torch.arange(3)
+        for _ in range(2):
+            optimizer.zero_grad()
+            module(keys).sum().backward()
+            optimizer.step()
+            table.set_learning_rate(5.0)
+        assert (table.pull(keys) == -2).all()
+
+
 def _train(loss: Tensor, table: Table) -> None:
     loss.backward()
     table.optimizer().step()

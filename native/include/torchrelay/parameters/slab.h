@@ -58,7 +58,6 @@ class Slab {
   const ClassInfo& class_at(std::uint32_t class_index) const { return classes_[class_index]; }
   const ClassInfo& class_of(std::int64_t entry_index) const { return class_at(class_index(entry_index)); }
   Pool& pool(std::uint32_t class_index) const { return pools_[class_index]; }
-  std::uint32_t length_of(std::int64_t key) const { return class_of(has_one_class() ? 0 : key).length; }
 
   void count(std::uint32_t user_id, Stat stat, std::uint64_t amount) {
     auto& cell = header_->stats[user_id][stat];  // one writer

@@ -81,7 +81,7 @@ def setup(
 def scheduler(num_keys: int, num_threads: int) -> None:
     """Serve the rendezvous at ``DMLC_PS_ROOT_URI``:``DMLC_PS_ROOT_PORT``.
 
-    Blocks until all nodes have shut down.
+    Blocks until all nodes have shut down all their servers.
 
     Raises:
         PeerLostError: a node was lost.
@@ -232,7 +232,7 @@ class Server(_Server):
     def _report_end(self, problem: str | None) -> None:
         """Let the scheduler end: it waits for all nodes, and names one that is lost."""
         store = self.topology.ranks.store
-        if "DMLC_NUM_SERVER" not in os.environ or store is None:
+        if self._origin.is_forked or "DMLC_NUM_SERVER" not in os.environ or store is None:
             return
         try:
             self.store.check_leader()
@@ -243,7 +243,8 @@ class Server(_Server):
         with contextlib.suppress(RuntimeError):  # the scheduler has ended
             if problem is not None:
                 store.set(_LOST, problem)
-            store.add(_SHUT_DOWN, 1)
+            if self.topology.open_tables == 0:
+                store.add(_SHUT_DOWN, 1)
 
 
 def _with_timestamp(method: Callable[..., Any]) -> Callable[..., int]:
