@@ -101,7 +101,7 @@ class Segment:
                 f"a segment of {self.size_bytes} bytes"
             )
         if count == 0:
-            return torch.empty(tuple(shape), dtype=dtype)
+            return torch.empty(tuple(shape), dtype=dtype, device="cpu")
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The given buffer is not writable")
             flat = torch.frombuffer(self._memory, dtype=dtype, count=count, offset=offset_bytes)

@@ -163,7 +163,7 @@ def local_blocks(shape: torch.Size, mesh: Any, placements: Sequence[Any]) -> lis
 
 def _indices_along(size: int, mesh: Any, placements: Sequence[Any], dim: int) -> torch.Tensor:
     """Which indices of dimension ``dim`` this rank has, in the order in which it has them."""
-    held = torch.arange(size)
+    held = torch.arange(size, device="cpu")
     coordinate = mesh.get_coordinate()
     for mesh_dim, placement in enumerate(placements):
         if getattr(placement, "dim", None) == dim:

@@ -169,7 +169,9 @@ def _blank(key: str, manifest: Manifest, parameter: torch.Tensor | None) -> Any:
         )
     dtype: torch.dtype = getattr(torch, entry.dtype.name)
     if parameter is None or not entry.shape:
-        return torch.empty(entry.shape, dtype=dtype)  # load_state_dict() moves it to its device
+        return torch.empty(
+            entry.shape, dtype=dtype, device="cpu"
+        )  # load_state_dict() moves it to its device
     with torch.no_grad():
         if entry.shape == tuple(parameter.shape):
             return torch.empty_like(parameter, dtype=dtype, requires_grad=False)

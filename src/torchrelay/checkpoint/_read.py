@@ -488,7 +488,7 @@ class ChunkReader:
             mapped = self.folder.map(name, offset, size)
             if mapped is not None:
                 return torch.frombuffer(mapped, dtype=torch.uint8)
-        buffer = torch.empty(size, dtype=torch.uint8)
+        buffer = torch.empty(size, dtype=torch.uint8, device="cpu")
         self.folder.read(name, offset, byte_view(buffer))
         return buffer
 

@@ -254,7 +254,9 @@ def _placed(
         slice(None) if placement.is_replicate() else place
         for placement, place in zip(placements, coordinate, strict=True)
     )
-    positions = tuple(torch.arange(len(members)).reshape(grid)[same].flatten().tolist())
+    positions = tuple(
+        torch.arange(len(members), device="cpu").reshape(grid)[same].flatten().tolist()
+    )
     found = _torch.local_blocks(size, mesh, placements)
     blocks = [(Box(offsets, sizes), positions) for offsets, sizes, _ in found]
     return _layout(dtype, shape, blocks, layout, members), tuple(part for *_, part in found)

@@ -57,7 +57,9 @@ def read_state(path: str, prefix: str = "") -> dict[str, Any]:
                 value = decode(key, manifest.objects[key])
             else:
                 entry = manifest.tensors[key]
-                value = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype.name))
+                value = torch.empty(
+                    entry.shape, dtype=getattr(torch, entry.dtype.name), device="cpu"
+                )
                 whole = Box.whole(entry.shape)
                 segments = segments_of(key, entry, whole)
                 targets += [(one, value[within(one.inner, whole)]) for one in segments]

@@ -80,7 +80,7 @@ def shard_of(table: Table) -> RowShard:
 
 def rows_of(table: Table, start: int, end: int) -> torch.Tensor:
     """Return the rows of the keys [``start``, ``end``), ``(n, row_length)``. Not collective."""
-    everything = torch.empty(end - start, table.row_length, dtype=table.dtype)
+    everything = torch.empty(end - start, table.row_length, dtype=table.dtype, device="cpu")
     for keys, rows in _pieces(start, everything):
         table.worker.pull_rows(keys, rows)
     return everything
@@ -153,4 +153,4 @@ def _pieces(start: int, rows: torch.Tensor) -> Iterator[tuple[torch.Tensor, torc
     """Yield the keys from ``start`` on with their rows, some at a time."""
     for first in range(0, len(rows), ROWS_AT_ONCE):
         piece = rows[first : first + ROWS_AT_ONCE]
-        yield torch.arange(start + first, start + first + len(piece)), piece
+        yield torch.arange(start + first, start + first + len(piece), device="cpu"), piece

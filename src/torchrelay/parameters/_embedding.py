@@ -113,7 +113,7 @@ class _TableModule(nn.Module):
 
         A module over a table can load its state dict.
         """
-        rows = self.table.pull(torch.arange(self.num_embeddings))
+        rows = self.table.pull(torch.arange(self.num_embeddings, device="cpu"))
         arguments = {name: getattr(self, name) for name in self.counterpart.__constants__}
         module = self.counterpart(**arguments, _weight=rows)
         module.weight.requires_grad_(self.weight.requires_grad)
@@ -135,15 +135,18 @@ class _TableModule(nn.Module):
         start, end = _checkpoint.key_range(
             self.num_embeddings, self.table.worker_index, self.table.workers
         )
-        rows = torch.empty(end - start, self.embedding_dim, dtype=self.table.dtype)
+        rows = torch.empty(end - start, self.embedding_dim, dtype=self.table.dtype, device="cpu")
         # The processes' generators may have the same seed, and must not draw the same rows.
-        seed = int(torch.empty((), dtype=torch.int64).random_()) + self.table.worker_index
+        seed = (
+            int(torch.empty((), dtype=torch.int64, device="cpu").random_())
+            + self.table.worker_index
+        )
         generator = torch.Generator(rows.device).manual_seed(seed)
         init = self.table.server.init
         fill = {"uniform": nn.init.uniform_, "normal": nn.init.normal_}.get(init.kind)
         rows = fill(rows, init.a, init.b, generator) if fill else rows.fill_(init.a)
         self.table.sync()  # earlier pushes are not applied to the new rows
-        self.table.set(torch.arange(start, end), rows)
+        self.table.set(torch.arange(start, end, device="cpu"), rows)
         self.table.sync()
         self._zero_padding()
 
@@ -151,8 +154,8 @@ class _TableModule(nn.Module):
         if self.padding_idx is None:
             return
         if self.table.worker_index == 0:
-            row = torch.zeros(1, self.table.dim, dtype=self.table.dtype)
-            self.table.set(torch.tensor([self.padding_idx]), row)
+            row = torch.zeros(1, self.table.dim, dtype=self.table.dtype, device="cpu")
+            self.table.set(torch.tensor([self.padding_idx], device="cpu"), row)
         self.table.sync()
 
     def named_parameters(

@@ -100,7 +100,7 @@ class GradientExchange:
             sizes: the number of rows of each process.
         """
         self._headers(_GATHER)
-        rows = _packed(keys, values, torch.arange(len(keys)))
+        rows = _packed(keys, values, torch.arange(len(keys), device="cpu"))
         keys, values = _unpacked(self._all_gather(rows, sizes, _ROWS))
         order = keys.argsort()
         return keys[order], values[order]
@@ -113,7 +113,7 @@ class GradientExchange:
         """Return the numbers of all ranks: two, or one for each rank; all ranks make ``call``."""
         size = self._ranks.size
         width = 1 + max(2, size)  # in all calls, so that different calls are noticed
-        mine = torch.tensor([[call, *numbers] + [0] * (width - 1 - len(numbers))])
+        mine = torch.tensor([[call, *numbers] + [0] * (width - 1 - len(numbers))], device="cpu")
         received = self._all_gather(mine, [1] * size, _HEADER).tolist()
         other = [rank for rank, row in enumerate(received) if row[0] != call]
         if other:

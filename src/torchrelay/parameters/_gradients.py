@@ -130,7 +130,7 @@ class Gradients:
         self._keys: Tensor | None = None
         self._values: Tensor | None = None
         self._pending: dict[int, list[tuple[Tensor, Tensor]]] = {}
-        self.anchor = torch.empty(0, requires_grad=True)
+        self.anchor = torch.empty(0, device="cpu", requires_grad=True)
         self.anchor.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
             _collector(weakref.ref(self))
         )
@@ -289,7 +289,7 @@ class Gradients:
 
     def _owners(self, keys: Tensor) -> Tensor:
         """Return the rank that applies each key's gradient, a process of the key's home node."""
-        nodes = torch.tensor(self._server.topology.nodes)
+        nodes = torch.tensor(self._server.topology.nodes, device="cpu")
         return nodes[keys % len(nodes), keys // len(nodes) % nodes.shape[1]]
 
     def _shared_exchange(self) -> GradientExchange | None:

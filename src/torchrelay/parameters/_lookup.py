@@ -92,10 +92,10 @@ def _distinct(keys: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:
         flat = keys.reshape(-1).to(torch.int64)
         least, most = flat.aminmax()
         if least >= 0 and most < num_keys:  # others are reported by the table
-            is_used = torch.zeros(num_keys, dtype=torch.bool).index_fill_(0, flat, True)
+            is_used = keys.new_zeros(num_keys, dtype=torch.bool).index_fill_(0, flat, True)
             unique = is_used.nonzero().flatten()
-            place = torch.empty(num_keys, dtype=torch.int64)
-            place.index_copy_(0, unique, torch.arange(len(unique)))
+            place = flat.new_empty(num_keys)
+            place.index_copy_(0, unique, torch.arange(len(unique), device="cpu"))
             return unique, place.index_select(0, flat)
     unique, inverse = torch.unique(keys, return_inverse=True)
     return unique, inverse.reshape(-1)
@@ -137,7 +137,7 @@ class _DistinctRows(torch.autograd.Function):
         if gradient.is_sparse:  # of embedding_bag; to_dense() would sort its rows
             gradient = sum_rows(gradient._indices()[0], gradient._values(), len(gradient))
         ctx.lookup.add_gradient(*ctx.saved_tensors, gradient)
-        return None, None, torch.empty(0), None
+        return None, None, torch.empty(0, device="cpu"), None
 
 
 def _lookup(number: int) -> Lookup:
@@ -164,12 +164,12 @@ def _gradient(keys: Tensor, gradient: Tensor, lookup: int) -> Tensor:
     unique, inverse = _distinct(keys, table.num_keys)
     rows = sum_rows(inverse, gradient.reshape(-1, table.dim), len(unique))
     _lookup(lookup).add_gradient(unique, inverse, rows)
-    return torch.empty(0)
+    return torch.empty(0, device="cpu")
 
 
 @_gradient.register_fake
 def _(keys: Tensor, gradient: Tensor, lookup: int) -> Tensor:
-    return torch.empty(0)
+    return torch.empty(0, device="cpu")
 
 
 def _refuse_graph() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypedDict
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -221,7 +222,9 @@ class Table(Resource):
             PeerLostError: a node was lost.
         """
         flat = _flat_keys(keys)
-        values = torch.empty(*keys.shape, self.dim, dtype=self.dtype) if out is None else out
+        values = out
+        if values is None:
+            values = torch.empty(*keys.shape, self.dim, dtype=self.dtype, device="cpu")
         _check_shape(keys, values, self.dim)
         self.worker.pull(flat, values)
         return values
@@ -261,7 +264,7 @@ class Table(Resource):
             ArgumentError: sampling is not enabled, or there are not that many distinct keys.
             UnavailableError: the scheme is ``local`` and no key of the range is at this node.
         """
-        keys = torch.empty(count, dtype=torch.int64)
+        keys = torch.empty(count, dtype=torch.int64, device="cpu")
         self.worker.draw_sample(keys, self.clock if start is None else start)
         return keys
 
@@ -362,7 +365,7 @@ class Table(Resource):
 
 
 def _check_shape(keys: Tensor | Sequence[int], values: Tensor, dim: int) -> None:
-    shape = torch.as_tensor(keys).shape
+    shape = np.shape(keys)
     if values.shape != (*shape, dim):
         raise ArgumentError(
             f"values of shape {tuple(values.shape)} for keys of shape {tuple(shape)}: they must "
@@ -376,7 +379,7 @@ def _flat_values(keys: Tensor | Sequence[int], values: Tensor, dim: int) -> Tens
 
 
 def _flat_keys(keys: Tensor | Sequence[int]) -> Tensor:
-    tensor = torch.as_tensor(keys)
+    tensor = torch.as_tensor(keys, device="cpu")
     if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool:
         raise ArgumentError(f"keys are {tensor.dtype}; they must be integers")
-    return tensor.detach().to("cpu", torch.int64).reshape(-1).contiguous()
+    return tensor.detach().to(torch.int64).reshape(-1).contiguous()

@@ -67,7 +67,9 @@ class TableWeight(nn.Parameter):
     gradients: Gradients
 
     def __new__(cls, gradients: Gradients, dim: int, dtype: torch.dtype) -> TableWeight:
-        self: TableWeight = torch.Tensor._make_subclass(cls, torch.empty(0, dim, dtype=dtype), True)
+        self: TableWeight = torch.Tensor._make_subclass(
+            cls, torch.empty(0, dim, dtype=dtype, device="cpu"), True
+        )
         self.gradients = gradients
         return self
 

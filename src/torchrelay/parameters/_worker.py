@@ -116,8 +116,8 @@ class _KeyAccess(Resource):
         if self._sums and not checked:
             keys, values = self._summed(keys, values)
             check_finite(
-                torch.as_tensor(keys) if self.server.is_uniform else None,
-                torch.as_tensor(values).detach(),
+                torch.as_tensor(keys, device="cpu") if self.server.is_uniform else None,
+                torch.as_tensor(values, device="cpu").detach(),
                 f"push by worker {self.worker_id} of node {self.server.node}",
             )
         return self._start(_PUSH, keys, values, async_op)
@@ -137,7 +137,7 @@ class _KeyAccess(Resource):
     def _summed(self, keys: Any, values: Any) -> tuple[Any, Any]:
         address, count = address_of_keys(keys)
         _, size = address_of_values(values, self._dtype, written=False)
-        flat = torch.as_tensor(keys)
+        flat = torch.as_tensor(keys, device="cpu")
         unique, inverse = torch.unique(flat, return_inverse=True)
         if len(unique) == count:
             return keys, values
@@ -148,7 +148,7 @@ class _KeyAccess(Resource):
             raise ArgumentError(
                 "gradients with repeated keys need keys of one length; sum them before"
             )
-        given = torch.as_tensor(values).detach().reshape(count, -1)
+        given = torch.as_tensor(values, device="cpu").detach().reshape(count, -1)
         return unique, sum_rows(inverse, given, len(unique))
 
     def pull_if_local(self, keys: Any, values: Any) -> bool:

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_model_st
 from torch.optim.swa_utils import AveragedModel
 from torch.profiler import profile
 
+from torchrelay.checkpoint import load, save
 from torchrelay.errors import ArgumentError, UnavailableError, UnsupportedError
 from torchrelay.parameters import Embedding, EmbeddingBag, KeyInit, Table, optim
 
@@ -275,6 +276,30 @@ def test_half_precision_rows_are_trained_saved_and_loaded(rule: Any, dtype: torc
     assert torch.equal(other.table.rows().view(torch.int16), state["rows"].view(torch.int16))
     for module in (ours, exact, other):
         module.close()
+
+
+def test_rows_are_on_the_host_whatever_the_default_device_is(tmp_path: Any) -> None:
+    host = torch.device("cpu")
+    with torch.device("meta"):
+        embedding = Embedding(3000, DIM, padding_idx=0, optimizer=optim.sgd(1.0))
+        embedding.reset_parameters()
+        table, optimizer = embedding.table, embedding.table.optimizer()
+        for count in (3, 2000):  # few keys, and enough to mark them
+            keys = torch.arange(1, 1 + count, device=host)
+            before = table.pull(keys)
+            embedding(keys).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            assert torch.equal(table.pull(keys), before - 1.0)
+        table.push(keys, torch.ones(count, DIM, device=host))
+        table.set(keys, before)
+        assert table.is_local(keys)
+        save(embedding, tmp_path)
+        table.set(keys, -before)
+        load(embedding, tmp_path)
+        assert torch.equal(embedding.to_torch().weight[1 : 1 + count].detach(), before)
+        assert not table.pull(keys - keys).any()
+        embedding.close()
 
 
 def test_a_replaced_weight_is_refused() -> None:
