@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from torchrelay.mpi._record import Call
 
 __all__ = [
+    "APART",
     "ROOT",
     "Answer",
     "Chain",
@@ -49,15 +50,20 @@ __all__ = [
 
 MAIN = threading.main_thread().ident
 
-ROOT = torch.zeros((), requires_grad=True)
+ROOT = torch.zeros((), device="cpu", requires_grad=True)
 """Every chain starts here: ``torch.autograd.grad`` of it as well runs the whole chain."""
 
 
 class Chain:
-    """Communications since the last backward pass, each dependent on the previous one."""
+    """Communications since the last backward pass, each dependent on the previous one.
+
+    Attributes:
+        alone: whether all are over communicators of one rank, which wait for nobody.
+    """
 
     def __init__(self, slot: Slot | None = None) -> None:
         self.slot = slot
+        self.alone = True
         self.head: Tensor | None = ROOT
         self.names: list[str] = []
         self.answers: defaultdict[Any, _Answers] = defaultdict(_Answers)
@@ -169,6 +175,11 @@ class Slot:
         return self.chain
 
 
+APART = Chain()
+"""Of communications that keep no order. It holds none, and is closed."""
+APART.close()
+
+
 class Link:
     """A recorded communication, and its place in its chain.
 
@@ -186,7 +197,7 @@ class Link:
         if self.position == 1 and chain.first is None:
             chain.first = weakref.ref(node)
 
-    def enter(self, policy: str, is_used: bool) -> bool:
+    def enter(self, is_used: bool) -> bool:
         """Start the node's backward; return False if it has run before and only keeps the order.
 
         Raises:
@@ -203,23 +214,24 @@ class Link:
         chain, task = self.chain, _torch.backward_id()
         if chain.task != task:
             chain.task = task
-            self._begin(policy)
+            self._begin()
         self.done = not _torch.backward_keeps_graph()
         return True
 
-    def _begin(self, policy: str) -> None:
+    def _begin(self) -> None:
         """Check, as the first communication of this backward pass, that all others are in reach."""
         chain = self.chain
         chain.begun = self.position
-        if policy != "ignore":
-            self._check_reach(policy)
+        if not chain.alone:
+            self._check_reach()
         slot = chain.slot
         if slot is not None and slot.chain is chain and not _torch.backward_keeps_graph():
             slot.renew()
 
-    def _check_reach(self, policy: str) -> None:
+    def _check_reach(self) -> None:
         chain, position = self.chain, self.position
-        if position == 1 == len(chain.names):
+        policy = self.call.comm.unreachable_policy or settings.unreachable_policy
+        if policy == "ignore" or position == 1 == len(chain.names):
             return
         first = chain.first() if chain.first is not None and position > 1 else None
         before = first is not None and not _torch.backward_will_run(first)

@@ -181,7 +181,7 @@ class Bcast(Call):
 class Allgather(AlongAxis):
     name = "Allgather"
     axis: int
-    op: Op | None = None  # what each rank reduces the result by, for messages
+    of: str = ""  # the reduction that each rank computes of the result, for messages
     lengths: Sequence[int] = field(default=(), init=False)  # of all ranks, once they are known
 
     def numbers(self, x: Tensor) -> Sequence[int]:
@@ -210,7 +210,7 @@ class Allgather(AlongAxis):
         return with_length(shape, self.axis, shape[self.axis] * self.comm.size)
 
     def arguments(self) -> str:
-        return f"axis={self.axis}" if self.op is None else f"axis={self.axis}, for {self.op.value}"
+        return f"axis={self.axis}{self.of}"
 
 
 @dataclass(slots=True, eq=False)
@@ -324,6 +324,7 @@ class Alltoall(AlongAxis):
     scatteraxis: int
     numelem: int
     length: int  # of the input along axis: what the derivative asks for
+    of: str = ""  # as in Allgather
 
     def numbers(self, x: Tensor) -> Sequence[int]:
         return (self.numelem, x.shape[self.axis])
@@ -352,7 +353,7 @@ class Alltoall(AlongAxis):
         return with_length(gathered, self.scatteraxis, self.numelem)
 
     def arguments(self) -> str:
-        return f"gatheraxis={self.axis}, scatteraxis={self.scatteraxis}"
+        return f"gatheraxis={self.axis}, scatteraxis={self.scatteraxis}{self.of}"
 
 
 @functools.lru_cache(maxsize=128)
@@ -399,7 +400,7 @@ class Alltoallv(AlongAxis):
 
     def start(self, x: Tensor, numbers: Sequence[Sequence[int]], arrived: bool) -> Started:
         move, size = self.comm.transport.move, self.comm.size
-        counts = Blocks.cut(torch.tensor(self.sent), [1] * size, 0)
+        counts = Blocks.cut(torch.tensor(self.sent, device="cpu"), [1] * size, 0)
         coming = Blocks.empty(torch.int64, counts.layout)
         requests = move("Alltoallv", counts, coming, None, size, arrived)
         self.received = Started(requests, coming.joined, counts).finish(self).tolist()
@@ -492,10 +493,10 @@ class Reduction(Call):
         return self.op.value
 
 
-def linear(call: Reduction, x: Tensor, gathered: Callable[[], Plan]) -> Plan:
+def linear(call: Reduction, x: Tensor, gathered: Callable[[str], Plan]) -> Plan:
     """Return how to reduce ``x`` by ``call``, or as ``gathered`` if its derivative needs more.
 
-    Logical operations are computed on bool.
+    The other ranks compare its argument. Logical operations are computed on bool.
 
     Raises:
         ArgumentError: ``x`` is no tensor, or the operation needs an order, which complex numbers
@@ -507,12 +508,12 @@ def linear(call: Reduction, x: Tensor, gathered: Callable[[], Plan]) -> Plan:
     if call.op is Op.SUM or not (is_differentiated() and call.differentiable(x)):
         return Plan(call, x)
     check_op(x.dtype, call.op)
-    return gathered()
+    return gathered(f", for {call.describe()}")
 
 
-def _gathered(comm: Comm, x: Tensor, op: Op, complete: Callable[[Tensor], Tensor]) -> Plan:
+def _gathered(comm: Comm, x: Tensor, of: str, complete: Callable[[Tensor], Tensor]) -> Plan:
     """Return how to compute a result from the tensors of all ranks."""
-    return Plan(Allgather(comm, 0, op, uniform=True), x.unsqueeze(0), complete)
+    return Plan(Allgather(comm, 0, of, uniform=True), x.unsqueeze(0), complete)
 
 
 def reduce_locally(parts: Tensor, op: Op) -> Tensor:
@@ -567,7 +568,7 @@ def allreduce(comm: Comm, x: Tensor, op: Op) -> Plan:
     """Reduce all ranks' ``x``, of one shape and dtype, elementwise on every rank."""
     # Under its convention: all ranks reduce to the same.
     return linear(
-        Allreduce(comm, op), x, lambda: _gathered(comm, x, op, partial(reduce_locally, op=op))
+        Allreduce(comm, op), x, lambda of: _gathered(comm, x, of, partial(reduce_locally, op=op))
     )
 
 
@@ -608,7 +609,7 @@ def reduce(comm: Comm, x: Tensor, op: Op, root: int) -> Plan:
         y = reduce_locally(parts, op)
         return y if is_root else nothing_of(y)
 
-    return linear(call, x, lambda: _gathered(comm.replace("sum"), x, op, complete))
+    return linear(call, x, lambda of: _gathered(comm.replace("sum"), x, of, complete))
 
 
 def reduce_(comm: Comm, x: Tensor, op: Op, root: int) -> Tensor:
@@ -671,8 +672,8 @@ def reduce_scatter(
     return linear(
         ReduceScatter(comm, op, axis, length, uniform=uniform),
         x,
-        lambda: Plan(
-            Alltoall(comm, 0, axis + 1, length, 1, uniform=uniform),
+        lambda of: Plan(
+            Alltoall(comm, 0, axis + 1, length, 1, of, uniform=uniform),
             x.unsqueeze(0),
             partial(reduce_locally, op=op),
         ),
@@ -717,4 +718,4 @@ def scan(kind: type[Scan], comm: Comm, x: Tensor, op: Op) -> Plan:
     def complete(parts: Tensor) -> Tensor:
         return reduce_locally(parts[:before], op) if before else parts[:0].sum(0)
 
-    return linear(kind(comm, op), x, lambda: _gathered(comm.replace("sum"), x, op, complete))
+    return linear(kind(comm, op), x, lambda of: _gathered(comm.replace("sum"), x, of, complete))

@@ -65,9 +65,11 @@ def communicate(call: Call, x: Tensor, eager: Callable[[Any, Tensor], Tensor]) -
         outside = disable(eager, reason="ranks take unequal parts, or receive from any rank")
         return outside(call, x)  # type: ignore[no-any-return]
     chain = _chain.main.chain
-    if not call.differentiable(x):
+    if not (torch.is_grad_enabled() and call.differentiable(x)):
         with torch.no_grad():
             return _operator(x, chain.head, *_encoded(traced))[0]  # type: ignore[no-any-return]
+    if call.comm.size > 1:
+        chain.alone = False
     y, chain.head = _operator(x, chain.head, *_encoded(traced))
     return y  # type: ignore[no-any-return]
 

@@ -42,6 +42,7 @@ __all__ = [
 ]
 
 HUGE_BYTES = 1 << 22  # from here on numpy asks for huge pages
+HOST = torch.device("cpu")  # also where torch's default device is another
 
 
 def check_memory(x: Tensor) -> None:
@@ -72,10 +73,10 @@ def packed(x: Tensor, transport: Transport | None = None) -> Tensor:
     return x.contiguous()
 
 
-def fresh(shape: Sequence[int], dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
+def fresh(shape: Sequence[int], dtype: torch.dtype, device: torch.device = HOST) -> Tensor:
     """Allocate memory; large blocks by numpy, with huge pages, whose first touch is cheaper."""
     size_bytes = math.prod(shape) * dtype.itemsize
-    if size_bytes < HUGE_BYTES or not (device is None or device.type == "cpu"):
+    if size_bytes < HUGE_BYTES or device.type != "cpu":
         return torch.empty(shape, dtype=dtype, device=device)
     return torch.from_numpy(np.empty(size_bytes, np.uint8)).view(dtype).view(*shape)
 
@@ -186,9 +187,7 @@ class Blocks(NamedTuple):
     layout: Layout
 
     @classmethod
-    def empty(
-        cls, dtype: torch.dtype, layout: Layout, device: torch.device | None = None
-    ) -> Blocks:
+    def empty(cls, dtype: torch.dtype, layout: Layout, device: torch.device = HOST) -> Blocks:
         """Allocate memory for the parts."""
         shape = layout.whole if layout.is_whole else (layout.total,)
         return cls(fresh(shape, dtype, device), layout)

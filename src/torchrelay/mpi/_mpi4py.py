@@ -35,7 +35,8 @@ def _mpi_type(dtype: torch.dtype) -> MPI.Datatype:
     if dtype in HALVES:
         return _two_bytes
     # bool as bytes of 0 and 1, for which MPI has all reductions
-    like = torch.empty(0, dtype=torch.uint8 if dtype is torch.bool else dtype).numpy()
+    kind = torch.uint8 if dtype is torch.bool else dtype
+    like = torch.empty(0, dtype=kind, device="cpu").numpy()
     return MPI.Datatype.fromcode(like.dtype.str[1:])
 
 

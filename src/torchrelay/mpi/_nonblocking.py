@@ -14,11 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
-from torchrelay.errors import ArgumentError
+from torchrelay.errors import ArgumentError, UnsupportedError
 from torchrelay.mpi import _chain, _compiled
 from torchrelay.mpi._collectives import (
     Bcast,
@@ -38,7 +39,7 @@ from torchrelay.mpi._dtypes import Op
 from torchrelay.mpi._headers import Comparison, Fields
 from torchrelay.mpi._memory import axis_of, equal_part, packed, placed
 from torchrelay.mpi._point_to_point import WaitHandle
-from torchrelay.mpi._record import Call, Plan, Started, record
+from torchrelay.mpi._record import Call, Plan, Started, current_chain, record
 from torchrelay.mpi._transport import Testable
 from torchrelay.mpi._wait import abandon
 
@@ -67,10 +68,14 @@ class _Start(Call):
     def forward(self, x: Tensor) -> Tensor:
         requests: list[Testable] = []
         source = packed(x, self.comm.transport)
+        numbers = [self.call.numbers(source)] * self.comm.size
         if self.comm.size > 1:
             requests.append(Comparison(self, self.fields(source)))
-        numbers = [self.call.numbers(source)] * self.comm.size
-        started = self.call.start(source, numbers, False)
+        try:
+            started = self.call.start(source, numbers, False)
+        except BaseException:
+            abandon(requests)
+            raise
         requests += started.requests
         self.started = Started(requests, lambda: placed(started.result(), x), (source, started))
         return torch.zeros((), dtype=x.dtype, device=x.device)
@@ -98,15 +103,20 @@ class _Start(Call):
         self.tangent_handle = start(Plan(self.call, tangent))
         return self.tangent_handle.dummy
 
+    def batched(self, size: int) -> NoReturn:
+        raise UnsupportedError(
+            f"{self.describe()} under torch.vmap: use the function that blocks instead"
+        )
+
     def differentiable(self, x: Tensor) -> bool:
         return self.call.differentiable(x)
 
     def fields(self, x: Tensor) -> Fields:
         name, *others = self.call.fields(x)
-        return (f"I{name}", *others)
+        return (f"I{name.lower()}", *others)
 
     def describe(self) -> str:
-        return f"I{self.call.describe()}"
+        return f"I{self.call.name.lower()}({self.call.arguments()})"
 
 
 @dataclass(slots=True, eq=False)
@@ -140,11 +150,11 @@ def start(plan: Plan) -> WaitHandle:
     """Start ``plan``, whose tensor must not change until ``Wait``."""
     call, x, complete = plan
     assert call is not None
-    beginning, chain = _Start(call.comm, call, complete), _chain.current()
+    beginning = _Start(call.comm, call, complete)
     dummy = record(beginning, x)
     if dummy.requires_grad:
         place, number = call.comm.reverse.transport, next(_chain.Answer.numbers)
-        beginning.answer = _chain.Answer(chain, place, number, beginning.begin)
+        beginning.answer = _chain.Answer(current_chain(), place, number, beginning.begin)
     return WaitHandle(beginning, dummy)
 
 

@@ -41,7 +41,8 @@ MOST_TAGS = 1 << 13  # MPI promises 32767; messages whose tags are that far apar
 
 def memory_for(shape: Sequence[int], dtype: torch.dtype, source: int) -> Tensor:
     """Allocate memory for a message of ``source``; zeros, if nobody sends it."""
-    return torch.zeros(shape, dtype=dtype) if source == PROC_NULL else fresh(shape, dtype)
+    memory = fresh(shape, dtype)
+    return memory.zero_() if source == PROC_NULL else memory
 
 
 class Receiving:
@@ -66,7 +67,7 @@ class Receiving:
         for part in self.parts[1:]:
             self.requests.append(comm.transport.irecv(part, self.source, self.tag))
         if settings.debug:
-            text = torch.zeros(ANNOUNCEMENT_BYTES, dtype=torch.uint8)
+            text = torch.zeros(ANNOUNCEMENT_BYTES, dtype=torch.uint8, device="cpu")
             tag = _announcement_tag(comm, self.tag)
             self.announced = (comm.lease.control.irecv(text, self.source, tag), text)
 
@@ -147,9 +148,9 @@ class _PeerCall(Call):
     def peers(self) -> Iterable[int]:
         return range(self.comm.size) if self.peer == ANY_SOURCE else (self.peer,)
 
-    def send(self, x: Tensor) -> Started:
-        """Start to send ``x``, which must not change until done, to the peer."""
-        transport, memory = self.comm.transport, packed(x)
+    def send(self, memory: Tensor) -> Started:
+        """Start to send ``memory``, which is packed and must not change until done, to the peer."""
+        transport = self.comm.transport
         requests = [transport.isend(part, self.peer, self.tag) for part in transport.cut(memory)]
         kept = [memory]
         if settings.debug and self.peer != PROC_NULL:
@@ -168,7 +169,7 @@ class Send(_PeerCall):
 
     def forward(self, x: Tensor) -> Tensor:
         self.shape = x.shape
-        self.complete(self.send(x))
+        self.complete(self.send(packed(x)))
         return torch.zeros((), dtype=x.dtype, device=x.device)
 
     def complete(self, started: Started) -> None:
@@ -184,6 +185,10 @@ class Send(_PeerCall):
         return []
 
 
+_posted: set[Started] = set()
+"""Sends in transit, also after a backward pass that failed and does not complete them."""
+
+
 class Post(Send):
     """A send that completes at the end of its backward pass."""
 
@@ -192,7 +197,12 @@ class Post(Send):
 
     def complete(self, started: Started) -> None:
         if not all(request.Test() for request in started.requests):
-            _torch.after_backward(partial(Send.complete, self, started))
+            _posted.add(started)
+            _torch.after_backward(partial(self._complete_posted, started))
+
+    def _complete_posted(self, started: Started) -> None:
+        started.finish(self)
+        _posted.remove(started)
 
 
 def _sendable(tag: int) -> int:
@@ -236,7 +246,7 @@ class Recv(_PeerCall):
 
     def tangent(self, tangent: Tensor) -> Tensor:
         if self.started is None:
-            return record(self, tangent)
+            return record(Recv(self.comm, self.peer, self.tag), tangent)
         assert self.started.tangent_handle is not None
         return self.started.tangent_handle.Wait()
 
@@ -263,11 +273,11 @@ class Sendrecv(_PeerCall):
     sent: tuple[Sequence[int], torch.dtype | None] | None = field(default=None, init=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        self.sent = (x.shape, x.dtype)
+        self.sent, source = (x.shape, x.dtype), packed(x)
         received = Recv(self.comm, self.source, self.source_tag)
         memory = memory_for(self.shape, self.dtype or x.dtype, self.source)
         receiving = Receiving(self.comm, memory, self.source, self.source_tag)
-        sent = self.send(x)
+        sent = self.send(source)
         try:
             receiving.finish(received)
         except BaseException:
@@ -369,7 +379,7 @@ class Irecv(_PeerCall):
         return WaitHandle(self, record(self, self.target))
 
     def forward(self, x: Tensor) -> Tensor:
-        memory = x.detach() if self.in_place else torch.zeros(x.shape, dtype=x.dtype)
+        memory = x.detach() if self.in_place else memory_for(x.shape, x.dtype, self.peer)
         self.receiving = Receiving(self.comm, memory, self.peer, self.tag)
         return torch.zeros((), dtype=x.dtype, device=x.device)
 

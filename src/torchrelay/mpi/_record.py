@@ -7,6 +7,7 @@ Every call is linear in its tensor. :func:`record` runs it in torch's current mo
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -33,13 +34,14 @@ __all__ = [
     "Call",
     "Plan",
     "Started",
+    "current_chain",
     "record",
     "run",
     "unchanged",
 ]
 
 
-OPS: tuple[Op | None, ...] = (None, *Op)
+OPS = tuple(Op)
 
 
 def unchanged(x: Tensor) -> Tensor:
@@ -73,7 +75,7 @@ class Plan(NamedTuple):
 class Call:
     """One communication with its arguments; methods take the tensor.
 
-    The arguments after ``comm`` are integers, ``op``, and at last ``shape``.
+    The arguments after ``comm`` are integers, ``op``, and at last ``shape`` or a text, ``of``.
     """
 
     comm: Comm
@@ -158,6 +160,8 @@ class Call:
                 code.append(OPS.index(value))
             elif name == "shape":
                 code.extend(value)
+            elif name == "of":
+                code.extend(map(ord, value))
             else:
                 code.append(value)
         return code
@@ -165,10 +169,14 @@ class Call:
     @classmethod
     def decode(cls, comm: Comm, code: Sequence[int]) -> Call:
         """Invert :meth:`encode`."""
-        arguments: list[Any] = [
-            OPS[code[i]] if name == "op" else list(code[i:]) if name == "shape" else code[i]
-            for i, name in enumerate(cls.parameters())
-        ]
+        arguments: list[Any] = list(code)
+        for i, name in enumerate(cls.parameters()):
+            if name == "op":
+                arguments[i] = OPS[code[i]]
+            elif name == "shape":
+                arguments[i:] = [code[i:]]
+            elif name == "of":
+                arguments[i:] = ["".join(map(chr, code[i:]))]
         return cls(comm, *arguments, uniform=True)
 
     def differentiable(self, x: Tensor) -> bool:
@@ -191,13 +199,12 @@ class Call:
         return range(self.comm.size)
 
 
-_TOKEN = torch.empty(())
+_TOKEN = torch.empty((), device="cpu")
 
 
 def _pull_back(ctx: Any, grad: Tensor | None) -> Tensor | None:
     """Compute the input's cotangent, also if only other ranks need it; None if unused here."""
     link: _chain.Link = ctx.link
-    ctx.saved_tensors  # noqa: B018 - a checkpoint recomputes its segment here, on every rank
     if grad is None:
         shape, dtype, device = link.like
         grad = torch.zeros(shape, dtype=dtype, device=device)
@@ -209,7 +216,9 @@ class Node(torch.autograd.Function):
     """Autograd node of a call outside of ``torch.func``."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, x: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, call: Call, x: Tensor, token: Tensor, chain: _chain.Chain
+    ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         y = call.forward(x)
         if has_saving_hooks():
@@ -219,26 +228,21 @@ class Node(torch.autograd.Function):
             ctx.save_for_backward(token)
         if call.overwrites:
             ctx.mark_dirty(x)
-        ctx.link = _chain.Link(_chain.current(), ctx, call, y)
-        if not call.everyone:
-            call.joined(ctx.link.chain)
+        ctx.link = _chain.Link(chain, ctx, call, y)
         return y, torch.empty_like(_TOKEN)
 
     @staticmethod
     def backward(
         ctx: Any, grad: Tensor | None, _token: Tensor | None
-    ) -> tuple[None, Tensor | None, None]:
+    ) -> tuple[None, Tensor | None, None, None]:
         link: _chain.Link = ctx.link
-        comm = link.call.comm
-        if not link.enter(
-            (comm.unreachable_policy or settings.unreachable_policy) if comm.size > 1 else "ignore",
-            grad is not None,
-        ):
-            return None, None, None
+        if not link.enter(grad is not None):
+            return None, None, None, None
+        ctx.saved_tensors  # noqa: B018 - a checkpoint recomputes its segment here, on every rank
         if not is_grad_enabled():
-            return None, _pull_back(ctx, grad), None
+            return None, _pull_back(ctx, grad), None, None
         with _chain.adjoint_chain(link):
-            return None, _pull_back(ctx, grad), None
+            return None, _pull_back(ctx, grad), None, None
 
 
 @_compiled.eager_only
@@ -246,14 +250,14 @@ def _forward_eagerly(call: Call, x: Tensor) -> Tensor:
     return call.forward(x)
 
 
-class TransformNode(Node):
+class TransformNode(torch.autograd.Function):
     """Autograd node of a call inside ``torch.func`` transforms."""
 
     generate_vmap_rule = False
 
     @staticmethod
-    def forward(call: Call, x: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        return _forward_eagerly(call, x), torch.empty(())
+    def forward(call: Call, x: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
+        return _forward_eagerly(call, x), torch.empty_like(_TOKEN)
 
     @staticmethod
     def setup_context(
@@ -261,7 +265,7 @@ class TransformNode(Node):
     ) -> None:
         call, x, _ = inputs
         ctx.set_materialize_grads(False)
-        ctx.link = _chain.Link(_chain.Chain(), ctx, call, output[0])
+        ctx.link = _chain.Link(_chain.APART, ctx, call, output[0])
         ctx.like = (x.shape, x.dtype, x.device)
 
     @staticmethod
@@ -277,7 +281,7 @@ class TransformNode(Node):
         if tangent is None:
             shape, dtype, device = ctx.like
             tangent = torch.zeros(shape, dtype=dtype, device=device)
-        return ctx.link.call.tangent(tangent), torch.zeros(())
+        return ctx.link.call.tangent(tangent), torch.zeros_like(_TOKEN)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], call: Call, x: Tensor, token: Tensor) -> Any:
@@ -349,7 +353,7 @@ def _record(call: Call, x: Tensor) -> Tensor:
         return call.forward(x)
     if transforms_active():
         return _record_under_transform(call, x)
-    if forward_mode_active() and not _in_tangent:
+    if forward_mode_active() and not _here.in_tangent:
         return _record_dual(call, x)
     return _record_plain(call, x)
 
@@ -360,42 +364,49 @@ def _record_plain(call: Call, x: Tensor) -> Tensor:
     if not call.differentiable(x):
         with torch.no_grad():
             return call.forward(x)
-    if call.comm.size == 1 and call.everyone:  # nobody to be in step with
-        return _apply(call, x, _chain.ROOT)[0]  # type: ignore[no-any-return]
     chain = _chain.current()
+    if call.comm.size > 1:
+        chain.alone = False
+    elif chain.alone and call.everyone:
+        return _apply(call, x, _chain.ROOT, _chain.APART)[0]  # type: ignore[no-any-return]
     try:
-        y, chain.head = _apply(call, x, chain.extend(call.name))
+        y, chain.head = _apply(call, x, chain.extend(call.name), chain)
     except BaseException:
         chain.names.pop()
         raise
+    if not call.everyone:
+        call.joined(chain)
     return y  # type: ignore[no-any-return]
 
 
-_in_tangent = False
+class _Here(threading.local):
+    """What each thread has of its own."""
+
+    in_tangent = False
+    transform_head: Tensor | None = None
+    transform_chain = _chain.APART
+
+
+_here = _Here()
 
 
 def _record_dual(call: Call, x: Tensor) -> Tensor:
     """Run in forward mode: every rank communicates a tangent, zero if it has none."""
-    global _in_tangent  # noqa: PLW0603
     primal, tangent = _unpack_dual(x)
     if not call.differentiable(x):
         return _record_plain(call, primal)
     if tangent is None:
         tangent = torch.zeros_like(primal)
-    _in_tangent = True
+    _here.in_tangent = True
     try:
         y = _record_plain(call, primal)
         return _make_dual(y, call.tangent(tangent))  # type: ignore[no-any-return]
     finally:
-        _in_tangent = False
-
-
-_transform_head: Tensor | None = None
+        _here.in_tangent = False
 
 
 def _record_under_transform(call: Call, x: Tensor) -> Tensor:
     """Run inside ``torch.func``, in a chain that ends with the transform."""
-    global _transform_head
     if not call.differentiable(x):
         raise UnsupportedError(f"{call.describe()} of {x.dtype} inside a torch.func transform")
     if not call.transformable:
@@ -404,13 +415,19 @@ def _record_under_transform(call: Call, x: Tensor) -> Tensor:
             "differentiates or batches; use Sendrecv or a collective, or torchrelay.mpi.grad and "
             "torch.autograd.forward_ad"
         )
-    y, _transform_head = _apply_transformed(call, x, _transform_token())
+    y, _here.transform_head = _apply_transformed(call, x, _transform_token())
     return y  # type: ignore[no-any-return]
 
 
 def _transform_token() -> Tensor:
-    if _transform_head is not None:
-        head = _torch.strip_dead_transform(_transform_head)
+    if _here.transform_head is not None:
+        head = _torch.strip_dead_transform(_here.transform_head)
         if _torch.is_transformed(head):
             return head
-    return torch.zeros(())
+    _here.transform_chain = _chain.Chain()
+    return torch.zeros_like(_TOKEN)
+
+
+def current_chain() -> _chain.Chain:
+    """Return the chain that communications join; that of a transform lists none of them."""
+    return _here.transform_chain if transforms_active() else _chain.current()

@@ -176,6 +176,23 @@ def test_compiled_and_eager_communications_form_one_chain(comm: Communicator) ->
     assert grad_of(x).tolist() == [2.0 * comm.size**2] * 3
 
 
+@mpi_test((2, 3))
+def test_compiled_communications_without_a_gradient_stay_out_of_the_chain(
+    comm: Communicator,
+) -> None:
+    torch._dynamo.reset()
+    metric = torch.compile(
+        lambda x: comm.Allreduce(x, mpi.MPI_SUM), fullgraph=True, backend="aot_eager"
+    )
+    for mode in (torch.no_grad, torch.inference_mode):
+        x = torch.ones(3, requires_grad=True)
+        y = comm.Allreduce(x, mpi.MPI_SUM)
+        with mode():
+            assert metric(y.detach()).tolist() == [float(comm.size**2)] * 3
+        mpi.backward(y.sum() if comm.rank == 0 else None)
+        assert grad_of(x).tolist() == [1.0] * 3
+
+
 @mpi_test((3,), on=("sml",))
 def test_inductor(comm: Communicator) -> None:
     torch._dynamo.reset()

@@ -212,6 +212,20 @@ def test_messages_in_transforms_are_refused(comm: Communicator) -> None:
                 transformed()
 
 
+@mpi_test(SIZES)
+def test_non_blocking_collectives_of_a_batch_are_refused(comm: Communicator) -> None:
+    x = leaf(1).detach()
+
+    def apply(t: Tensor) -> Tensor:
+        return comm.Iallreduce(t, mpi.MPI_SUM).Wait().sum()
+
+    wanted = comm.Allreduce(x.new_ones(()), mpi.MPI_SUM)
+    assert torch.equal(torch.func.grad(apply)(x), wanted.expand_as(x))
+    for function in (apply, torch.func.grad(apply)):
+        with pytest.raises(UnsupportedError, match=r"Iallreduce\(SUM\) under torch.vmap"):
+            torch.vmap(function)(x.unsqueeze(0))
+
+
 def unequal_segments(comm: Communicator) -> Iterator[tuple[str, Callable[[Tensor], Tensor]]]:
     """Functions whose graph of local operations differs between ranks."""
     n, r = comm.size, comm.rank
@@ -275,6 +289,29 @@ def test_checkpoints_recompute_at_one_place_where_local_graphs_differ(comm: Comm
 
 
 @mpi_test(SIZES)
+def test_second_derivatives_of_checkpoints_where_local_graphs_differ(comm: Communicator) -> None:
+    """On rank 0 a local operation needs the segment first, on others a communication."""
+
+    def total(t: Tensor) -> Tensor:
+        y = comm.Allreduce(2 * comm.Allreduce(t, mpi.MPI_SUM), mpi.MPI_SUM)
+        return y * y if comm.rank == 0 else 2 * y
+
+    def message(t: Tensor) -> Tensor:
+        y = comm.Allreduce(t * t, mpi.MPI_SUM)
+        if comm.rank == 0:
+            comm.Send(y * y, 1)
+        return comm.Recv(torch.empty_like(y), 0) if comm.rank == 1 else y
+
+    for segment in (total, message):
+        found = []
+        for function in (segment, lambda t: checkpoint(segment, t, use_reentrant=False)):
+            x = leaf(comm.rank + 1)
+            (g,) = mpi.grad(function(x).sum(), x, create_graph=True)
+            found.append(mpi.grad((g * g).sum(), x)[0])
+        assert torch.allclose(found[0], found[1]), segment.__name__
+
+
+@mpi_test(SIZES)
 def test_each_thread_has_a_chain_of_its_own(comm: Communicator) -> None:
     """Threads that communicate over communicators of their own do not disturb each other."""
     comms = [comm.Dup() for _ in range(3)]
@@ -306,6 +343,27 @@ def test_each_thread_has_a_chain_of_its_own(comm: Communicator) -> None:
         total = sum((r + k) * (k + 1) for r in range(comm.size))
         wanted = torch.tensor(float(total)).double().cos() * comm.size * comm.size * (k + 1)
         assert torch.allclose(grad_of(leaves[k]), wanted.expand(4)), k
+
+
+@mpi_test(SIZES)
+def test_each_thread_has_a_chain_of_its_own_in_transforms(comm: Communicator) -> None:
+    if _library.MPI and _library.MPI.Query_thread() < _library.MPI.THREAD_MULTIPLE:
+        return
+    other, x = comm.Dup(), leaf(1).detach()
+
+    def apart() -> None:
+        torch.func.grad(lambda t: other.Allreduce(t, mpi.MPI_SUM).sum())(x)
+
+    def loss(t: Tensor) -> Tensor:
+        y = comm.Allreduce(t.sin(), mpi.MPI_SUM)
+        thread = threading.Thread(target=apart)
+        thread.start()
+        thread.join()
+        z = comm.Allreduce(t, mpi.MPI_SUM)
+        return (z if comm.rank == 0 else y + z).sum()
+
+    wanted = comm.size + (comm.size - 1) * x.cos()
+    assert torch.allclose(torch.func.grad(loss)(x), wanted)
 
 
 @mpi_test(SIZES)

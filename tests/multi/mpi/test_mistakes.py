@@ -53,7 +53,7 @@ def mismatches(comm: Communicator, length: int) -> Iterator[Mismatch]:
     yield (
         "operations of Reduce_scatter",
         lambda: comm.Reduce_scatter(x, mpi.MPI_MIN if root else mpi.MPI_SUM, 0, length),
-        ("Reduce_scatter(SUM", "Alltoall" if torch.is_grad_enabled() else "MIN"),
+        ("Reduce_scatter(SUM", "Reduce_scatter(MIN"),
     )
     yield "dtypes of Allgather", lambda: comm.Allgather(y if root else x, 0), ("float64", "float32")
     yield (
@@ -97,6 +97,23 @@ def mismatches(comm: Communicator, length: int) -> Iterator[Mismatch]:
             comm, lambda: comm.Scan(z, mpi.MPI_SUM), lambda: comm.Exscan(z, mpi.MPI_SUM)
         ),
         ("Scan", "Exscan"),
+    )
+    yield (
+        "Allreduce and Exscan of MAX",
+        lambda: either(
+            comm, lambda: comm.Allreduce(z, mpi.MPI_MAX), lambda: comm.Exscan(z, mpi.MPI_MAX)
+        ),
+        ("Allreduce(MAX)", "Exscan(MAX)"),
+    )
+    yield (
+        "roots of Reduce_ of PROD",
+        lambda: comm.Reduce_(z.clone(), mpi.MPI_PROD, root),
+        ("root=0", "root=1"),
+    )
+    yield (
+        "operations of Reduce_scatter that are gathered",
+        lambda: comm.Reduce_scatter(x, mpi.MPI_MIN if root else mpi.MPI_MAX, 0, length),
+        ("Reduce_scatter(MAX", "Reduce_scatter(MIN"),
     )
     yield (
         "Allreduce and Allgather",

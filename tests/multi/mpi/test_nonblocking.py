@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import gc
+
+import pytest
+import torch
 from torch import Tensor
 
 from multi.mpi.reference import (
     Differentiable,
     derivative_tests,
 )
+from multi.mpi.runner import mpi_test
 from torchrelay import mpi
+from torchrelay.errors import ArgumentError
 from torchrelay.mpi import Communicator
+from torchrelay.mpi._headers import Comparison
 
 
 def at_once(comm: Communicator, x: Tensor) -> Tensor:
@@ -20,6 +27,18 @@ def at_once(comm: Communicator, x: Tensor) -> Tensor:
 
 def in_turn(comm: Communicator, x: Tensor) -> Tensor:
     return comm.Iallreduce(x, mpi.MPI_SUM).Wait() * comm.Iallreduce(x * x, mpi.MPI_SUM).Wait()
+
+
+@mpi_test((2, 3))
+def test_memory_of_a_start_that_is_refused_is_kept(comm: Communicator) -> None:
+    """The comparison of the calls is in transit then."""
+    for op in (mpi.MPI_BAND, mpi.MPI_MAXLOC):
+        with pytest.raises(ArgumentError):
+            comm.Iallreduce(torch.ones(2), op)
+        gc.collect()
+        assert any(type(each) is Comparison and each.call.comm is comm for each in gc.get_objects())
+    assert comm.Iallreduce(torch.ones(2), mpi.MPI_SUM).Wait().tolist() == [float(comm.size)] * 2
+    mpi.reset()
 
 
 FUNCTIONS: dict[str, Differentiable] = {

@@ -155,6 +155,42 @@ def test_communications_of_two_communicators_keep_one_order(comm: Communicator) 
     assert comm.Split(mpi.MPI_UNDEFINED if comm.rank else 0) is None or comm.rank == 0
 
 
+@mpi_test((2, 3))
+def test_a_communicator_of_one_rank_keeps_the_order_of_the_others(comm: Communicator) -> None:
+    me, unequal = comm.Split(comm.rank), comm.Split(comm.rank // 2)
+    assert me is not None and unequal is not None
+    x, w = leaf(1), leaf(2)
+    y = comm.Allreduce(x, mpi.MPI_SUM)
+    with mpi.chain():
+        me.Allreduce(w, mpi.MPI_SUM).sum().backward()
+    mpi.backward(y.sum() if comm.rank == 0 else None)
+    assert grad_of(x).tolist() == [1.0] * 4
+    for part in (me, unequal):
+        x.grad = None
+        y = comm.Allreduce(x, mpi.MPI_SUM)
+        part.Allreduce(w, mpi.MPI_SUM).sum().backward()  # runs that of y, with zeros
+        with pytest.raises(GraphError, match="a second backward pass reaches Allreduce"):
+            y.sum().backward()
+        assert grad_of(x).tolist() == [0.0] * 4
+        y = comm.Allreduce(x, mpi.MPI_SUM) + part.Allreduce(w, mpi.MPI_SUM)
+        comm.Allgather(x, 0)
+        with pytest.raises(GraphError, match=r"does not reach .* \(Allgather\)"):
+            y.sum().backward()
+        mpi.reset()
+
+
+@mpi_test((1,))
+def test_one_process_may_differentiate_its_communications_in_any_order(
+    comm: Communicator,
+) -> None:
+    x = leaf(1)
+    first, second = comm.Allreduce(x, mpi.MPI_SUM), comm.Allgather(2 * x, 0)
+    last = comm.Iallreduce(3 * x, mpi.MPI_SUM).Wait()
+    for y in (second, first, last):
+        y.sum().backward()
+    assert grad_of(x).tolist() == [6.0] * 4
+
+
 @mpi_test(SIZES)
 def test_checkpointing_runs_communications_again(comm: Communicator) -> None:
     for use_reentrant in (False, True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from grads import grad_of
 from multi.mpi.reference import (
@@ -79,6 +80,53 @@ def test_what_a_graph_needs_must_not_be_received_into(comm: Communicator) -> Non
             assert x.tolist() == [2.0] * 3
             with pytest.raises(RuntimeError, match="modified by an inplace operation"):
                 y.backward()
+
+
+@mpi_test((2, 3))
+def test_cotangent_in_transit_is_kept_if_the_backward_pass_fails(comm: Communicator) -> None:
+    x = torch.ones(1 << 17, requires_grad=True)  # more than MPI sends at once
+    if comm.rank == 0:
+        comm.Send(x, 1)
+    elif comm.rank == 1:
+        fails = x * 2
+        fails.register_hook(lambda _: 1 / 0)
+        y = comm.Recv(torch.zeros(x.shape), 0)
+        with pytest.raises(ZeroDivisionError):
+            (fails + 3 * y).sum().backward()
+        reused = [torch.full(x.shape, 9.0) for _ in range(8)]
+    comm.Barrier()
+    if comm.rank == 0:
+        mpi.backward()
+        assert (grad_of(x) == 3).all()
+    comm.Barrier()
+    mpi.reset()
+    assert comm.rank != 1 or reused
+
+
+@mpi_test((2, 3))
+def test_refused_sendrecv_receives_nothing(comm: Communicator) -> None:
+    above, below = neighbors(comm)
+    x = torch.full((2,), float(comm.rank))
+    with pytest.raises(ArgumentError, match="pass a dense one"):
+        comm.Sendrecv(x.to_sparse(), above, below)
+    handle = comm.Isend(x, above)
+    assert comm.Recv(torch.empty(2), below).tolist() == [float(below)] * 2
+    comm.Wait(handle)
+    mpi.reset()
+
+
+@mpi_test((2, 3))
+def test_forward_mode_inside_of_reverse_mode_answers_both_messages(comm: Communicator) -> None:
+    above, below = neighbors(comm)
+    x, t = (torch.full((2,), comm.rank + 1.0, requires_grad=True) for _ in range(2))
+    with forward_ad.dual_level():
+        handle = comm.Isend(forward_ad.make_dual(x, t), above)
+        y = comm.Recv(torch.empty(2), below, mpi.MPI_ANY_TAG)
+        comm.Wait(handle)
+        value, tangent = forward_ad.unpack_dual(y)
+    assert tangent is not None
+    (2 * value + 3 * tangent).sum().backward()
+    assert (grad_of(x).tolist(), grad_of(t).tolist()) == ([2.0] * 2, [3.0] * 2)
 
 
 def neighbors(comm: Communicator) -> tuple[int, int]:
