@@ -11,6 +11,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -30,14 +31,14 @@ using transport::Messenger;
 using transport::MessengerOptions;
 using Addresses = std::vector<std::pair<std::string, std::uint16_t>>;
 
-// What Python raises can be thrown once; an Error, in a ticket, as often as somebody waits. Ctrl-C and exits
-// are raised in the main thread only, which is the caller.
+// What Python raises can be thrown once; an Error, in a ticket, as often as somebody waits. The caller's own
+// thread, in which signal handlers raise, has no ticket.
 template <class... Arguments>
-nb::object call(const nb::callable& function, Arguments... arguments) {
+nb::object call(std::thread::id caller, const nb::callable& function, Arguments... arguments) {
   try {
     return function(arguments...);
   } catch (const nb::python_error& raised) {
-    if (!raised.matches(PyExc_Exception)) throw;
+    if (std::this_thread::get_id() == caller) throw;
     throw Error(Code::kUnavailable, raised.what());
   }
 }
@@ -108,18 +109,20 @@ class HostCommunicator {
   Communicator::Pending all_reduce_through(torchrelay::Address data, std::size_t count, Dtype dtype, Op op,
                                            std::size_t piece_bytes, nb::callable start, nb::callable finish,
                                            double timeout_s, bool block) {
-    transport::NetworkSum network{piece_bytes,
-                                  [begin = hold(std::move(start))](std::size_t first, std::size_t elements,
-                                                                   std::chrono::nanoseconds left) {
-                                    const nb::gil_scoped_acquire gil;
-                                    const std::chrono::duration<double> left_s = left;
-                                    call(*begin, first, elements, left_s.count());
-                                  },
-                                  [end = hold(std::move(finish))] {
-                                    const nb::gil_scoped_acquire gil;
-                                    const nb::object failure = call(*end);
-                                    if (!failure.is_none()) throw Error(nb::cast<const Error&>(failure));
-                                  }};
+    const auto caller = std::this_thread::get_id();
+    transport::NetworkSum network{
+        piece_bytes,
+        [caller, begin = hold(std::move(start))](std::size_t first, std::size_t elements,
+                                                 std::chrono::nanoseconds left) {
+          const nb::gil_scoped_acquire gil;
+          const std::chrono::duration<double> left_s = left;
+          call(caller, *begin, first, elements, left_s.count());
+        },
+        [caller, end = hold(std::move(finish))] {
+          const nb::gil_scoped_acquire gil;
+          const nb::object failure = call(caller, *end);
+          if (!failure.is_none()) throw Error(nb::cast<const Error&>(failure));
+        }};
     const nb::gil_scoped_release released;
     return run("all_reduce", timeout_s, block,
                [=, network = std::move(network)](transport::HostGroup& group, const Operation& operation) {

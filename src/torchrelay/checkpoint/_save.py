@@ -276,7 +276,7 @@ class _Writer:
     """
 
     def __init__(self) -> None:
-        self._lock, self._thread = threading.Lock(), 0  # of the thread that starts a save
+        self._lock, self._is_starting = threading.RLock(), False
         self._reset()
 
     def _reset(self) -> None:
@@ -294,21 +294,24 @@ class _Writer:
             ArgumentError: this thread is starting one already, as where a signal interrupts it; or
                 another one is, and this one does not wait.
         """
-        lock, thread = self._lock, threading.get_ident()
-        if not lock.acquire(blocking=waits and self._thread != thread):
+        lock = self._lock
+        has_lock = lock.acquire(blocking=waits)
+        if not has_lock or self._is_starting:
+            if has_lock:
+                lock.release()
             raise ArgumentError(
                 f"{path}: another async_save() has not returned in this thread, or in another one, "
                 "for which several ranks do not wait, as they could block each other; let one "
                 "thread start one save at a time"
             )
-        self._thread = thread
+        self._is_starting = True
         try:
             if self.last is not None and not self.last._raised:
                 self.last.result()
             self.last = None  # not before: until then the process reads the staging memory
             yield
         finally:
-            self._thread = 0
+            self._is_starting = False
             lock.release()
 
     def start(self) -> HelperProcess:
@@ -354,7 +357,7 @@ class _Writer:
         """In a forked child: the process is the parent's."""
         if self.helper is not None:
             self.helper.abandon()
-        self._lock, self._thread = threading.Lock(), 0  # a thread that had it is not here
+        self._lock, self._is_starting = threading.RLock(), False  # a thread that had it is not here
         self._reset()
 
 

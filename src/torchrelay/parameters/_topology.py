@@ -44,7 +44,7 @@ class Topology:
         hosts: the identity of each rank's host; default: they share one.
 
     Attributes:
-        open_tables: how many tables this process has created and not closed.
+        _open_tables: how many tables this process has created and not closed.
     """
 
     ranks: Ranks = field(default_factory=Ranks)
@@ -59,7 +59,7 @@ class Topology:
         default_factory=lambda: config.load(config.TransportSettings)
     )
     _tables: itertools.count[int] = field(default_factory=itertools.count)
-    open_tables: int = field(default=0, init=False)
+    _open_tables: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         if self.techniques not in TECHNIQUES:
@@ -129,19 +129,19 @@ class Topology:
         """Close a table. The last one leaves the group: processes that wait for this one raise
         PeerLostError, with the ``cause``, if there is one.
         """
-        self.open_tables -= 1
+        self._open_tables -= 1
         group = self.__dict__.get("group")
         if group is not None and cause is not None:
             lost = [self.ranks.names[rank] for node in cause.ranks for rank in self.nodes[node]]
             group.report(str(cause), lost, False)
-        if group is not None and self.open_tables == 0:
+        if group is not None and self._open_tables == 0:
             group.close()
 
     def next_table(self) -> str:
         """Return a name for the next table; processes create tables in the same order. Each is
         followed by one :meth:`close`.
         """
-        self.open_tables += 1
+        self._open_tables += 1
         return f"table/{next(self._tables)}"
 
     def gather(

@@ -13,6 +13,7 @@ import functools
 import math
 import os
 import time
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -204,6 +205,7 @@ class Server(_Server):
             raise ArgumentError(
                 f"{len(value_lengths)} lengths for the {_Setup.num_keys} keys given to setup()"
             )
+        _open.add(self)
 
     __init__ = _with_names(__init__)
 
@@ -234,6 +236,7 @@ class Server(_Server):
         store = self.topology.ranks.store
         if self._origin.is_forked or "DMLC_NUM_SERVER" not in os.environ or store is None:
             return
+        _open.discard(self)
         try:
             self.store.check_leader()
         except PeerLostError as lost:
@@ -243,8 +246,11 @@ class Server(_Server):
         with contextlib.suppress(RuntimeError):  # the scheduler has ended
             if problem is not None:
                 store.set(_LOST, problem)
-            if self.topology.open_tables == 0:
+            if not any(other.topology is self.topology for other in _open):
                 store.add(_SHUT_DOWN, 1)
+
+
+_open: weakref.WeakSet[Server] = weakref.WeakSet()  # made, and not shut down
 
 
 def _with_timestamp(method: Callable[..., Any]) -> Callable[..., int]:
