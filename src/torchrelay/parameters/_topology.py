@@ -42,9 +42,6 @@ class Topology:
         network: creates this process's network; called once.
         interface: the address at which the other processes reach this one.
         hosts: the identity of each rank's host; default: they share one.
-
-    Attributes:
-        _open_tables: how many tables this process has created and not closed.
     """
 
     ranks: Ranks = field(default_factory=Ranks)
@@ -59,7 +56,7 @@ class Topology:
         default_factory=lambda: config.load(config.TransportSettings)
     )
     _tables: itertools.count[int] = field(default_factory=itertools.count)
-    _open_tables: int = field(default=0, init=False)
+    _open_tables: int = 0
 
     def __post_init__(self) -> None:
         if self.techniques not in TECHNIQUES:
