@@ -1,7 +1,7 @@
 """Saving and loading against torch's own ways: rates, the stall of an asynchronous save, a shard of
-gpt2-xl, planning.
+gpt2-large, planning.
 
-    python benchmarks/bench_checkpoint.py           # about 8 minutes, 20 GB of disk
+    python benchmarks/bench_checkpoint.py           # about 6 minutes, 10 GB of disk
     python benchmarks/bench_checkpoint.py --smoke      # small, one iteration; writes nothing
 
 Rivals run in the same run, interleaved, with fsync wherever ours has it; every result is checked
@@ -460,9 +460,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--size-mb", type=int, default=2048, help="of the state, over all ranks")
+    parser.add_argument("--size-mb", type=int, default=1024, help="of the state, over all ranks")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--model", default="gpt2-xl", help="of bench_deferred.py")
+    parser.add_argument("--model", default="gpt2-large", help="of bench_deferred.py")
     parser.add_argument(
         "--folder", help="where to write, and to keep figures; by default a temporary folder"
     )

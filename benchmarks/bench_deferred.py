@@ -42,6 +42,7 @@ IMAGE = Path(__file__).parent.parent / "docs" / "images" / "deferred-shards.png"
 MODELS = {
     "tiny": {"n_embd": 64, "n_layer": 2, "n_head": 2, "vocab_size": 1000},
     "gpt2-medium": {"n_embd": 1024, "n_layer": 24, "n_head": 16},
+    "gpt2-large": {"n_embd": 1280, "n_layer": 36, "n_head": 20},
     "gpt2-xl": {"n_embd": 1600, "n_layer": 48, "n_head": 25},
 }
 SEED = 20
