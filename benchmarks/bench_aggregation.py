@@ -37,9 +37,9 @@ from report import free_port, table, write
 
 IMAGE = Path(__file__).parent.parent / "docs" / "images" / "aggregation.png"
 SIZES = (8, 1 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20, 256 << 20)
-ROUNDS = 9
+ROUNDS = 7
 # Of the largest messages, which take seconds.
-FEW_ROUNDS, MANY_BYTES = 5, 16 << 20
+FEW_ROUNDS, MANY_BYTES = 3, 16 << 20
 # How long one rival is timed in one round, and at most how often it is called.
 ROUND_S = 0.03
 MOST_CALLS = 1000

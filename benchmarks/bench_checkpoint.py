@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bench_deferred import MODEL
 from checkpoint_cases import CASES, COLUMNS, LONG_S, TENSORS, Figures, run_rank, total_bytes
 from checkpoint_shard import load_eager, load_shard, save_model
 from report import free_port, gigabytes, table, write
@@ -64,7 +65,7 @@ from torchrelay.checkpoint._types import DTYPES, Box, DataFile, TensorDescriptio
 IMAGE = Path(__file__).parent.parent / "docs" / "images" / "checkpoint.png"
 OVERWRITE = "torchrelay, overwrite=True"
 UNVERIFIED = 'torchrelay, verify="header"'
-PLAN_RANKS = (64, 512)
+PLAN_RANKS = (64, 256)
 PRELOAD = [
     "torchrelay.checkpoint._dcp",
     "torch.distributed.fsdp",
@@ -425,7 +426,7 @@ def report(setup: Setup, image: Path) -> list[str]:
         table(["case", "figure", "reached", "to reach"], list(reached_rows(found, plans))),
         f"A state of {setup.size_mb} MiB in {TENSORS} float32 tensors, one thread of torch on each "
         f"rank. Times are of the slowest rank, medians (least to most) of {setup.repeats} "
-        f"interleaved runs after one that warms up; of what takes over {LONG_S:g} s, "
+        f"interleaved runs after one that checks or warms up; of what takes over {LONG_S:g} s, "
         "one. The floors write zeros with the same fsync (what `dd bs=16M conv=fsync` does), read "
         "one file on each rank, and copy the state once.",
         *sections,
@@ -462,7 +463,7 @@ def main() -> None:
     )
     parser.add_argument("--size-mb", type=int, default=1024, help="of the state, over all ranks")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--model", default="gpt2-large", help="of bench_deferred.py")
+    parser.add_argument("--model", default=MODEL, help="of bench_deferred.py")
     parser.add_argument(
         "--folder", help="where to write, and to keep figures; by default a temporary folder"
     )

@@ -59,8 +59,16 @@ CASES = (
     Case("2 x 2, block-wise, 4 x 25 MB", "aabb", 0, size_bytes=25_000_000, messages=4),
     Case("2 x 2, block-wise, switch", "aabb", 0, True),
     Case("2 x 2, block-wise, switch", "aabb", 1000, True),
-    Case("8 x 1, switch", "abcdefgh", 100, True, window=64),
-    Case("8 x 1, switch, 1 % lost each way", "abcdefgh", 100, True, 0.01, window=64),
+    Case("8 x 1, 4 MiB, switch", "abcdefgh", 100, True, window=64, size_bytes=4 << 20),
+    Case(
+        "8 x 1, 4 MiB, switch, 1 % lost each way",
+        "abcdefgh",
+        100,
+        True,
+        0.01,
+        window=64,
+        size_bytes=4 << 20,
+    ),
 )
 
 

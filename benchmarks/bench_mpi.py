@@ -38,8 +38,8 @@ from report import table, write
 SIZES = (8, 1 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20)
 # How long one rival is timed in one round, and at least.
 ROUND_S = 0.002
-RIVAL_S = 0.36
-FEWEST_ROUNDS, MOST_ROUNDS = 9, 150
+RIVAL_S = 0.24
+FEWEST_ROUNDS, MOST_ROUNDS = 7, 100
 RIVALS = ("torchrelay", "bare mpi4py", "mpi4torch", "torch (gloo)")
 GROUP_SIZES = (8, 64 << 10, 16 << 20)
 

@@ -38,7 +38,7 @@ ROOT = Path(__file__).parents[1]
 FASTAPI = ROOT / "build" / "fastapi"
 CLIENTS = (1, 8, 64)
 TURNS, TURN_S = 3, 1.0
-BERT_TURNS, BERT_TURN_S, BERT_CLIENTS, BATCH = 3, 4.0, 8, 8
+BERT_TURNS, BERT_TURN_S, BERT_CLIENTS, BATCH = 3, 3.0, 8, 8
 TOKENS = 16
 # FastAPI on h11 and asyncio, and on httptools and uvloop.
 STACKS = {"FastAPI": "plain", "FastAPI[standard]": "standard"}

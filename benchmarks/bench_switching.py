@@ -42,9 +42,9 @@ from torchrelay.switching import ModelStore, Switcher
 ROOT = Path(__file__).parents[1]
 MODELS_FILE = Path(__file__).with_name("hf_models.py")
 IMAGES = ROOT / "docs" / "images"
-LINKS_GBPS = (6.0, 12.0)
+LINK_GBPS = 6.0
 CYCLES_S = (1.0, 3.0)
-PAPER = ("resnet152", "inception", "bert")  # its models; the emulated links switch only these
+PAPER = ("resnet152", "inception", "bert")  # its models; the emulated link switches only these
 PAIRS = (("resnet152", "bert"), ("inception", "convnext"))
 RESTARTS = 1
 BATCH_SECONDS = 4.0  # of each pair and cycle, each way
@@ -218,45 +218,44 @@ VARIANTS: dict[str, Options] = {
 def links(
     store: ModelStore, names: tuple[str, ...], repeats: int, options: Options, folder: Path
 ) -> dict[str, Any]:
-    """Cold switches over emulated links, with the best grouping, one group, and a group for each
+    """Cold switches over an emulated link, with the best grouping, one group, and a group for each
     layer.
     """
     fill(store, names, Rivals(names, folder, options["device"]))
     cells: dict[str, Any] = {}
-    for link in LINKS_GBPS if repeats > 1 else LINKS_GBPS[:1]:
-        with contextlib.ExitStack() as stack:
-            switchers = {
-                variant: stack.enter_context(
-                    open_switcher(
-                        store,
-                        names,
-                        link_gbps=link,
-                        workers=1,
-                        profile_folder=str(folder),
-                        **options,
-                        **changed,
-                    )
+    with contextlib.ExitStack() as stack:
+        switchers = {
+            variant: stack.enter_context(
+                open_switcher(
+                    store,
+                    names,
+                    link_gbps=LINK_GBPS,
+                    workers=1,
+                    profile_folder=str(folder),
+                    **options,
+                    **changed,
                 )
-                for variant, changed in VARIANTS.items()
-            }
-            for name in names:
-                runs: Runs = {}
-                for _ in range(repeats):
-                    best = switchers["best"]
-                    best.infer(name, inputs_of(name))
-                    runs.setdefault("compute", []).append(
-                        best.submit(name, inputs_of(name)).result().compute_s
-                    )
-                    for variant, switcher in switchers.items():
-                        runs.setdefault(variant, []).append(timed(cold(switcher, name)))
-                cells.setdefault(name, {})[f"{link:g}"] = {**runs, **transfer(best, name, link)}
+            )
+            for variant, changed in VARIANTS.items()
+        }
+        best = switchers["best"]
+        for name in names:
+            runs: Runs = {}
+            for _ in range(repeats):
+                best.infer(name, inputs_of(name))
+                runs.setdefault("compute", []).append(
+                    best.submit(name, inputs_of(name)).result().compute_s
+                )
+                for variant, switcher in switchers.items():
+                    runs.setdefault(variant, []).append(timed(cold(switcher, name)))
+            cells[name] = {**runs, **transfer(best, name)}
     return cells
 
 
-def transfer(switcher: Switcher, name: str, link_gbps: float) -> dict[str, float]:
+def transfer(switcher: Switcher, name: str) -> dict[str, float]:
     """What the model and its first group take on the link, or in memory if that is slower."""
     status = switcher.status()
-    rate = min(link_gbps * 1e9, status["link"]["bytes_per_s"])
+    rate = min(LINK_GBPS * 1e9, status["link"]["bytes_per_s"])
     sizes = [block["bytes"] for block in status["blocks"] if block["model"] == name]
     first = [b["bytes"] for b in status["blocks"] if (b["model"], b["group"]) == (name, 0)]
     return {
@@ -273,7 +272,7 @@ def without(
     """Cold switches with all parts, without the pool, and without a process that stands by."""
     fill(store, names, Rivals(names, folder, options["device"]))
     cells: dict[str, Runs] = {name: {"all": [], "pool": [], "standby": []} for name in names}
-    with open_switcher(store, names, link_gbps=LINKS_GBPS[1], workers=1, **options) as switcher:
+    with open_switcher(store, names, link_gbps=LINK_GBPS, workers=1, **options) as switcher:
         for repeat in range(repeats):
             for name in names:
                 cells[name]["all"].append(timed(cold(switcher, name)))
@@ -400,14 +399,14 @@ Over whole requests, a restart is tens of times slower: most of a request on thi
 forward pass, which is the same in both. Without it, a restart is hundreds of times slower. The
 overhead of qwen2 includes a copy of 19 MB of logits."""
 
-LINKS = """## Cold switches over an emulated link (figure 7)
+LINKS = f"""## Cold switches over an emulated link (figure 7)
 
-p50 in ms over a link of 6 or 12 GB/s, or memory's own rate where that is lower (in parentheses: the
+p50 in ms over a link of {LINK_GBPS:g} GB/s, or memory's own rate where that is lower (*GB/s*: the
 rate that the copies reach). *one group*: no pipelining. *a group a layer*: no grouping. The
 bound is max(copy, compute) and the first group's copy, compute being the forward pass of a model in
 place."""
 
-WITHOUT = f"""## Cold switches without a part, {LINKS_GBPS[1]:g} GB/s (figures 8 and 9)
+WITHOUT = f"""## Cold switches without a part, {LINK_GBPS:g} GB/s (figures 8 and 9)
 
 p50 / p99 in ms. *no pool*: the arena's memory is allocated anew for each switch. *no standby*: the
 request waits for a new worker process, once."""
@@ -440,22 +439,21 @@ def request_table(data: dict[str, Runs]) -> str:
 
 def link_table(data: dict[str, Any]) -> str:
     rows = []
-    for name, by_link in data.items():
-        for link, runs in by_link.items():
-            medians = [statistics.median(runs[key]) for key in VARIANTS]
-            compute_s = statistics.median(runs["compute"])
-            bound_s = max(runs["copy_s"], compute_s) + runs["first_s"]
-            times = [*medians, runs["copy_s"], compute_s, bound_s]
-            rows.append(
-                [
-                    f"{link} ({min(float(link), runs['memory_gbps']):.1f})",
-                    name,
-                    f"{runs['groups']:.0f}",
-                    *(f"{1e3 * seconds:.2f}" for seconds in times),
-                    f"{medians[0] / bound_s:.2f}",
-                ]
-            )
-    heads = ["GB/s", "model", "groups", "best", "one group", "a group a layer", "copy", "compute"]
+    for name, runs in data.items():
+        medians = [statistics.median(runs[key]) for key in VARIANTS]
+        compute_s = statistics.median(runs["compute"])
+        bound_s = max(runs["copy_s"], compute_s) + runs["first_s"]
+        times = [*medians, runs["copy_s"], compute_s, bound_s]
+        rows.append(
+            [
+                name,
+                f"{min(LINK_GBPS, runs['memory_gbps']):.1f}",
+                f"{runs['groups']:.0f}",
+                *(f"{1e3 * seconds:.2f}" for seconds in times),
+                f"{medians[0] / bound_s:.2f}",
+            ]
+        )
+    heads = ["model", "GB/s", "groups", "best", "one group", "a group a layer", "copy", "compute"]
     return table([*heads, "bound", "best / bound"], rows)
 
 
@@ -531,15 +529,13 @@ def plot_ablations(links: dict[str, Any], without: dict[str, Runs]) -> None:
     from matplotlib import pyplot  # noqa: PLC0415
 
     figure, axes = pyplot.subplots(1, 3, figsize=(13, 3.6), layout="constrained")
-    link = f"{LINKS_GBPS[1]:g}"
-    pipelining = {name: by_link[link] for name, by_link in links.items()}
     labels = {"best": "best groups", "one": "one group", "layer": "a group a layer"}
-    bars(axes[0], pipelining, {"compute": "in place, forward", **labels})
+    bars(axes[0], links, {"compute": "in place, forward", **labels})
     bars(axes[1], without, {"all": "memory pool", "pool": "allocated for each switch"})
     bars(axes[2], without, {"all": "worker stands by", "standby": "new worker process"})
     axes[2].set(yscale="log")
     for axis, title in zip(axes, ("pipelining", "memory", "workers"), strict=True):
-        axis.set(ylabel="time of a cold request, ms", title=f"{title}, {link} GB/s")
+        axis.set(ylabel="time of a cold request, ms", title=f"{title}, {LINK_GBPS:g} GB/s")
     save(figure, "switching-ablations.png")
 
 

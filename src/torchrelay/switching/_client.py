@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import math
 import ssl
 import threading
 from collections.abc import Mapping
@@ -89,7 +90,9 @@ class Client(Resource):
         parameters: dict[str, Any] = {"binary_data_output": True}
         if priority:
             parameters["priority"] = priority
-        if deadline_s is not None:
+        if deadline_s is not None and deadline_s != math.inf:
+            if not deadline_s >= 0:
+                raise ArgumentError(f"deadline_s={deadline_s}: it must be a number of seconds, >= 0")
             parameters["timeout"] = int(deadline_s * 1e6)
         header = json.dumps({"inputs": entries, "parameters": parameters}).encode()
         path = f"/v2/models/{quote(name, safe='')}/infer"

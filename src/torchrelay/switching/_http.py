@@ -257,11 +257,12 @@ class Application:
         stored = {name: str(self._stored(name).version) for name in self._store.names()}
         models = []
         for name in sorted({*self._entries, *stored}):
-            is_ready = self._switcher.is_ready(name)
-            state = "READY" if is_ready else "LOADING" if name in loaded else "UNAVAILABLE"
+            is_ready, error = self._switcher.is_ready(name), self._switcher.failure_of(name)
+            is_loading = name in loaded and error is None
+            state = "READY" if is_ready else "LOADING" if is_loading else "UNAVAILABLE"
             if is_ready or not wants_ready:
-                version = stored.get(name, "")
-                models.append({"name": name, "version": version, "state": state, "reason": ""})
+                entry = {"name": name, "version": stored.get(name, ""), "state": state}
+                models.append({**entry, "reason": str(error or "")})
         return _json(models)
 
     def load(self, request: HttpRequest, name: str) -> _Answer:

@@ -15,7 +15,13 @@ from torchrelay import _telemetry, _torch
 from torchrelay._resource import Resource
 from torchrelay.config import Switching, check_value
 from torchrelay.config import load as load_settings
-from torchrelay.errors import ArgumentError, CapacityError, OperationTimeoutError, UnavailableError
+from torchrelay.errors import (
+    ArgumentError,
+    CapacityError,
+    OperationTimeoutError,
+    TorchRelayError,
+    UnavailableError,
+)
 from torchrelay.switching._cache import SharedCache
 from torchrelay.switching._contract import WorkerLink, align
 from torchrelay.switching._daemon import Daemon
@@ -143,12 +149,12 @@ class Switcher(Resource):
     def is_ready(self, name: str) -> bool:
         """Return whether `name` is loaded and can answer."""
         served = self._daemon.catalog.models.get(name)
-        return (
-            self.failure is None
-            and served is not None
-            and served.ready.done()
-            and self._daemon.error_of(served) is None
-        )
+        return served is not None and served.ready.done() and self.failure_of(name) is None
+
+    def failure_of(self, name: str) -> TorchRelayError | None:
+        """Return why `name` cannot answer although it was loaded; None if it can or still loads."""
+        served = self._daemon.catalog.models.get(name)
+        return self.failure or (None if served is None else self._daemon.error_of(served))
 
     @property
     def failure(self) -> UnavailableError | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import shutil
 import sys
 import urllib.error
@@ -58,6 +59,10 @@ def test_our_client(url: str) -> None:
             client.infer("chain", {"y": x})
         with pytest.raises(OperationTimeoutError, match="missed its deadline"):
             client.infer("chain", {"x": x}, deadline_s=0.0)
+        assert client.infer("chain", {"x": x}, deadline_s=math.inf)
+        for wrong in (math.nan, -1.0):
+            with pytest.raises(ArgumentError, match=f"deadline_s={wrong}: it must be"):
+                client.infer("chain", {"x": x}, deadline_s=wrong)
         client.load("faulty")
         with pytest.raises(ModelError, match="asked to fail"):
             client.infer("faulty", {"x": torch.ones(1, 4), "what": torch.tensor(1)})

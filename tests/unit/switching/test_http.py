@@ -19,7 +19,7 @@ import torch
 
 import switching_models as models
 from torchrelay.config import Switching
-from torchrelay.errors import ArgumentError, CapacityError, UnavailableError
+from torchrelay.errors import ArgumentError, CapacityError, ModelError, UnavailableError
 from torchrelay.switching import ModelStore, Reply, _connections, _http, _tensors
 from torchrelay.switching._connections import (
     HttpError,
@@ -122,6 +122,7 @@ def test_versions_are_those_that_are_served(store: ModelStore) -> None:
     caller = Caller(store)
     caller.switcher.stored = {"chain": store.get("chain")}.get
     caller.switcher.is_ready = lambda name: True
+    caller.switcher.failure_of = lambda name: None
     caller.switcher.models = lambda: ("chain",)
     store.add("chain", models.chain, inputs={"x": torch.ones(1, 64)})
     path = "/v2/models/chain/versions/"
@@ -131,6 +132,16 @@ def test_versions_are_those_that_are_served(store: ModelStore) -> None:
     assert json.loads(caller.call("GET", "/v2/models/chain").body)["versions"] == ["1"]
     assert json.loads(caller.call("POST", "/v2/repository/index").body)[0]["version"] == "1"
     assert caller.status("POST", path + "2/infer") == 404
+
+
+def test_a_model_that_failed_is_not_loading(store: ModelStore) -> None:
+    caller = Caller(store)
+    caller.switcher.models = lambda: ("chain",)
+    caller.switcher.is_ready = lambda name: False
+    for error, state in ((None, "LOADING"), (ModelError("no such layer"), "UNAVAILABLE")):
+        caller.switcher.failure_of = {"chain": error}.get
+        (entry,) = json.loads(caller.call("POST", "/v2/repository/index").body)
+        assert (entry["state"], entry["reason"]) == (state, str(error or ""))
 
 
 def test_a_reply_of_another_version_is_not_sent(store: ModelStore) -> None:
