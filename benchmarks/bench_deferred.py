@@ -33,7 +33,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from torchrelay.deferred import deferred_init, materialize_module, materialize_tensor
 from torchrelay.demo.model import ComplEx
@@ -56,6 +55,8 @@ Digests = dict[str, str]
 
 def builder(model: str) -> Callable[[], nn.Module]:
     """What builds the model."""
+    from transformers import GPT2Config, GPT2LMHeadModel  # noqa: PLC0415 - not needed by all works
+
     config = GPT2Config(**cast(dict[str, Any], MODELS[model]))
     return lambda: GPT2LMHeadModel(config)
 

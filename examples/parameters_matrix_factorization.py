@@ -1,9 +1,9 @@
-"""Matrix factorisation of ratings whose users and items are zipf-distributed, in a parameter
+r"""Matrix factorisation of ratings whose users and items are zipf-distributed, in a parameter
 table::
 
     python examples/parameters_matrix_factorization.py
-    torchrun --standalone --nproc-per-node 2 examples/parameters_matrix_factorization.py
-    --node-per-process
+    torchrun --standalone --nproc-per-node 2 examples/parameters_matrix_factorization.py \
+        --node-per-process
 
 The ratings are made: two random factors of rank 8 and noise. So the error that is left is known:
 the noise. Each worker has its own users and shares the items, the case for which the manager moves

@@ -12,6 +12,7 @@ import ctypes
 import fcntl
 import functools
 import os
+import resource
 import socket
 import struct
 from collections.abc import Callable, Iterator
@@ -34,6 +35,7 @@ __all__ = [
     "Network",
     "Worker",
     "add_worker",
+    "beyond_select",
     "checksum",
     "ip_packet",
     "packet",
@@ -133,6 +135,18 @@ def add_worker(
         return True
 
     eventually(is_added)
+
+
+@contextlib.contextmanager
+def beyond_select() -> Iterator[None]:
+    """Descriptors that are opened meanwhile are too large for ``select.select``."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    with contextlib.ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        while stack.enter_context(open(os.devnull)).fileno() < 1024:
+            pass
+        yield
 
 
 @contextlib.contextmanager

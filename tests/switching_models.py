@@ -257,6 +257,18 @@ def fragile(broken: str) -> nn.Module:
     return Slow()
 
 
+def brittle(broken: str) -> nn.Module:
+    """Kills every process that builds it while the file `broken` exists."""
+    if os.path.exists(broken):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return Slow()
+
+
+def popping(config: dict[str, int]) -> nn.Module:
+    """Takes its argument out of a dict."""
+    return nn.Linear(config.pop("width"), 8)
+
+
 def failing() -> nn.Module:
     raise ValueError("cannot be built")
 
@@ -270,16 +282,25 @@ def hanging(builder: int) -> nn.Module:
 
 class Helped(nn.Module):
     """Keeps tensors in a helper object, a partial function and a list of modules, drawn by numpy
-    too; `views`: a view of its weight besides.
+    too; and its weight in what `keeps` names.
     """
 
-    def __init__(self, views: bool = False) -> None:
+    def __init__(self, keeps: str = "nothing") -> None:
         super().__init__()
         self.layer = nn.Linear(8, 8)
         self.helper = SimpleNamespace(shift=torch.from_numpy(np.random.rand(8)).float())
         self.scaled = functools.partial(torch.mul, torch.rand(8))
         self.parts = [nn.Linear(8, 8)]
-        self.views = (self.layer.weight.t(),) if views else ()
+        weight = self.layer.weight
+        self.kept = {
+            "nothing": None,
+            "view": (weight.t(),),
+            "list": [weight],
+            "partial": functools.partial(torch.mul, weight),
+            "closure": lambda: weight,
+            "default": lambda kept=weight: kept,
+            "keyword": lambda *, kept=weight: kept,
+        }[keeps]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = self.parts[0](self.scaled(self.layer(x))) + self.helper.shift

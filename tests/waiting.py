@@ -8,7 +8,7 @@ from collections.abc import Callable
 __all__ = ["eventually"]
 
 
-def eventually(condition: Callable[[], object], timeout_s: float = 300.0) -> None:
+def eventually(condition: Callable[[], object], timeout_s: float = 90.0) -> None:
     """Return when ``condition`` is true; fail if it is not within ``timeout_s``."""
     deadline_s = time.monotonic() + timeout_s
     while not condition():

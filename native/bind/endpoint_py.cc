@@ -71,6 +71,12 @@ class PythonEndpoint {
     endpoint_->send(peer, std::move(message));
   }
 
+  bool has_unsent(std::uint32_t peer) {
+    const nb::gil_scoped_release released;
+    const std::lock_guard lock(mutex_);
+    return endpoint_->has_unsent(peer);
+  }
+
   nb::object receive(double timeout_s) {
     const auto deadline = std::chrono::steady_clock::now() + from_seconds<microseconds>(timeout_s);
     for (;;) {
@@ -138,6 +144,8 @@ void register_endpoint(nb::module_& module) {
       .def("send", &PythonEndpoint::send, "peer"_a, "data"_a, "contents"_a = nb::bytes("", 0),
            nb::sig("def send(self, peer: int, data: bytes, contents: bytes | memoryview = b'') -> None"),
            "Sends `data`, and then `contents`, in one message.")
+      .def("has_unsent", &PythonEndpoint::has_unsent, "peer"_a,
+           "Return whether messages wait until `peer`, which has not ended, reads earlier ones.")
       .def("receive", &PythonEndpoint::receive, "timeout_s"_a,
            nb::sig("def receive(self, timeout_s: float) -> memoryview | None"));
 

@@ -32,15 +32,6 @@ std::function<void()> callback(nb::callable function) {
   };
 }
 
-nb::object error_in_python(const std::exception_ptr& error) {
-  if (!error) return nb::none();
-  try {
-    std::rethrow_exception(error);
-  } catch (const Error& e) {
-    return nb::make_tuple(static_cast<int>(e.code()), std::string(e.what()), e.ranks());
-  }
-}
-
 void register_ticket(nb::module_& module) {
   nb::class_<Ticket>(module, "Ticket", "The fate of one operation.")
       .def_prop_ro("done", &Ticket::done)
@@ -50,10 +41,6 @@ void register_ticket(nb::module_& module) {
             return ticket.wait(seconds(timeout_s), check_signals);
           },
           "timeout_s"_a, Released())
-      .def(
-          "error", [](const Ticket& ticket) { return error_in_python(ticket.error()); },
-          nb::sig("def error(self) -> tuple[int, str, list[int]] | None"),
-          "What it failed with (code, message, ranks), or None.")
       .def(
           "when_done",
           [](Ticket& ticket, nb::callable function) {
@@ -71,18 +58,6 @@ void register_reduce(nb::module_& module) {
   nb::enum_<Dtype> dtypes(module, "Dtype", "Element types that are computed with, under torch's names.");
   for (int i = 0; i < kNumDtypes; ++i) dtypes.value(kDtypeInfos[i].name, static_cast<Dtype>(i));
   register_enum<Op>(module, "Op", "Reductions, under c10d's names.", kOpNames);
-  module.def("instruction_sets", &instruction_sets,
-             "What reductions can use on this machine, the best first.");
-  module.def(
-      "reduce",
-      [](const std::vector<Address>& sources, Address out, std::size_t count, Dtype dtype, Op op,
-         const std::string& instruction_set) {
-        const auto in = pointers(sources);
-        const Kernel kernel = find_kernel(dtype, op, instruction_set);
-        kernel(in.data(), static_cast<int>(in.size()), pointer(out), count);
-      },
-      "sources"_a, "out"_a, "count"_a, "dtype"_a, "op"_a, "instruction_set"_a, Released(),
-      "Reduces `count` elements of each source into out.");
 }
 
 }  // namespace

@@ -259,7 +259,6 @@ void register_transport(nb::module_& module) {
           "Names also the ranks of a lost rank's host that cannot be reached either.")
       .def_prop_ro("shared_bytes", [](HostCommunicator& self) { return self.group().shared_bytes(); })
       .def_prop_ro("sent_bytes", [](HostCommunicator& self) { return self.messenger().sent_bytes(); })
-      .def_prop_ro("received_bytes", [](HostCommunicator& self) { return self.messenger().received_bytes(); })
       .def_prop_ro("waited_ns", [](HostCommunicator& self) { return self.messenger().waited_ns(); });
   register_collectives(type);
 }

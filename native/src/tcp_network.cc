@@ -260,6 +260,11 @@ class TcpEndpoint final : public Endpoint {
     return found != outbound_.end() && found->second->is_refused();
   }
 
+  bool has_unsent(std::uint32_t peer) const override {
+    const auto found = outbound_.find(peer);
+    return found != outbound_.end() && !found->second->is_done() && !found->second->is_refused();
+  }
+
   bool receive(Message& message, std::chrono::microseconds timeout) override {
     const auto start = Clock::now();
     const auto deadline = start + timeout;

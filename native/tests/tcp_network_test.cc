@@ -150,6 +150,31 @@ TEST(a_peer_that_has_ended_refuses) {
   }
 }
 
+TEST(messages_are_unsent_until_a_peer_reads_or_ends) {
+  const std::string large(std::size_t{1} << 24, 'x');  // more than a socket holds
+  for (const bool local_sockets : {false, true}) {
+    NetworkOptions options;
+    options.local_sockets = local_sockets;
+    TcpNetwork net(options);
+    auto sender = net.open("sender"), receiver = net.open("receiver");
+    CHECK(!sender->has_unsent(0));
+    sender->connect(0, receiver->address());
+    for (const bool reads : {true, false}) {
+      for (int i = 0; i < 2; ++i) sender->send(0, message(large));
+      CHECK(sender->has_unsent(0));
+      if (!reads) receiver.reset();
+      const auto end = std::chrono::steady_clock::now() + 20s;
+      while (sender->has_unsent(0)) {
+        CHECK(std::chrono::steady_clock::now() < end);
+        if (reads)
+          receive(*receiver, 20ms);
+        else
+          std::this_thread::sleep_for(20ms);
+      }
+    }
+  }
+}
+
 TEST(receive_times_out) {
   TcpNetwork net(NetworkOptions{});
   auto a = net.open("a");

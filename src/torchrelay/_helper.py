@@ -155,7 +155,9 @@ class HelperProcess:
         """
         self.channel, theirs = Channel.pair()
         inherited = [theirs.fileno(), *descriptors]
-        search_path = os.pathsep.join(path or os.getcwd() for path in sys.path)
+        # imports leave out what is not a string, such as a pathlib.Path
+        entries = (path or os.getcwd() for path in sys.path if isinstance(path, str))
+        search_path = os.pathsep.join(entries)
         try:
             self._process = subprocess.Popen(
                 [*command, *map(str, inherited)],

@@ -48,6 +48,11 @@ class Endpoint:
     def send(self, peer: int, data: bytes, contents: bytes | memoryview = b'') -> None:
         """Sends `data`, and then `contents`, in one message."""
 
+    def has_unsent(self, peer: int) -> bool:
+        """
+        Return whether messages wait until `peer`, which has not ended, reads earlier ones.
+        """
+
     def receive(self, timeout_s: float) -> memoryview | None: ...
 
 class Network:
@@ -136,9 +141,6 @@ class Ticket:
 
     def wait(self, timeout_s: float) -> bool: ...
 
-    def error(self) -> tuple[int, str, list[int]] | None:
-        """What it failed with (code, message, ranks), or None."""
-
     def when_done(self, function: Callable[[], None]) -> None: ...
 
 class Transfer:
@@ -189,12 +191,6 @@ class Op(enum.Enum):
     BOR = 6
 
     BXOR = 7
-
-def instruction_sets() -> list[str]:
-    """What reductions can use on this machine, the best first."""
-
-def reduce(sources: Sequence[int], out: int, count: int, dtype: Dtype, op: Op, instruction_set: str) -> None:
-    """Reduces `count` elements of each source into out."""
 
 class Communicator:
     """One rank's part in a group of ranks of one host."""
@@ -757,9 +753,6 @@ class HostCommunicator:
 
     @property
     def sent_bytes(self) -> int: ...
-
-    @property
-    def received_bytes(self) -> int: ...
 
     @property
     def waited_ns(self) -> int: ...

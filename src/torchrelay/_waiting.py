@@ -5,10 +5,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 
 from torchrelay.errors import OperationTimeoutError
 
-__all__ = ["listed", "nothing_to_check", "wait_for_others"]
+__all__ = ["FOREVER_S", "duration", "listed", "nothing_to_check", "wait_for_others"]
+
+FOREVER_S = 1e9  # for torch, which takes no infinite timeout
 
 _logger = logging.getLogger("torchrelay")
 _POLL_FIRST_S, _POLL_LAST_S = 0.0005, 0.01
@@ -19,6 +22,11 @@ _FIRST_LOOK_S, _FIRST_REPORT_S = 1.0, 4.0
 def listed(noun: str, numbers: Sequence[int]) -> str:
     """Return "rank 1" or "ranks 1, 2"."""
     return f"{noun}{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
+
+
+def duration(timeout_s: float) -> timedelta:
+    """Return a timeout, which may be infinite, for torch."""
+    return timedelta(seconds=min(timeout_s, FOREVER_S))
 
 
 def nothing_to_check() -> None:

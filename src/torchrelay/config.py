@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from collections.abc import Collection, Mapping
 from typing import Any, ClassVar, TypeVar
 
@@ -61,6 +62,8 @@ SECTIONS: dict[str, type[Section]] = {}
 
 # Ends of names, and the units that they stand for.
 _UNITS = {"_us": "us", "_per_s": "1/s", "_s": "s", "_bytes": "bytes", "_gbps": "GB/s"}
+# What Kubernetes sets in each pod for a Service whose name begins with "torchrelay".
+_OF_SERVICE = re.compile(r"[^=]+(_SERVICE_(HOST|PORT)|_PORT_\d+_(TCP|UDP|SCTP)|_PORT=\w+://)")
 _BOOLS = dict.fromkeys(("1", "true", "yes"), True) | dict.fromkeys(("0", "false", "no"), False)
 
 
@@ -163,8 +166,10 @@ def _check_variables(
     cls: type[Section], environ: Mapping[str, str], known: Collection[str]
 ) -> None:
     sections = tuple(f"TORCHRELAY_{name}_".upper() for name in (*SECTIONS, "test"))
-    for key in environ:
-        if key.startswith(variable(cls, "")) and key not in known:
+    for key, value in environ.items():
+        if key in known or _OF_SERVICE.match(f"{key}={value}"):
+            continue
+        if key.startswith(variable(cls, "")):
             raise ConfigError(f"{key}: no such setting; {cls.name} has {', '.join(sorted(known))}")
         if key.startswith("TORCHRELAY_") and not key.startswith(sections):
             raise ConfigError(

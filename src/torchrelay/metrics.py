@@ -15,6 +15,8 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
+import torch.distributed as dist
+
 from torchrelay import _telemetry
 from torchrelay._resource import Resource
 from torchrelay.errors import UnavailableError
@@ -40,15 +42,17 @@ class _Process(Collector):
     """Everything that this process reports, read at each request."""
 
     def __init__(self) -> None:
-        self._rank = str(World.from_environment().rank)
+        self._launched = World.from_environment()
 
     def collect(self) -> Iterator[Any]:
+        group = dist.group.WORLD  # a launcher may give the rank to init_process_group only
+        rank = str(self._launched.rank if group is None else group.rank())
         for (component, name), total in sorted(_telemetry.counts().items()):
             metric = f"torchrelay_{component}_{name}"
             seconds = SummaryMetricFamily(f"{metric}_seconds", f"Time of {name}", labels=["rank"])
-            seconds.add_metric([self._rank], total.count, total.seconds)
+            seconds.add_metric([rank], total.count, total.seconds)
             size = CounterMetricFamily(f"{metric}_bytes", f"Bytes of {name}", labels=["rank"])
-            size.add_metric([self._rank], total.size_bytes)
+            size.add_metric([rank], total.size_bytes)
             yield from (seconds, size)
         families: dict[str, Any] = {}
         for sample in _telemetry.samples():
@@ -57,7 +61,7 @@ class _Process(Collector):
                 families[sample.name] = family(
                     f"torchrelay_{sample.name}", sample.meaning, labels=["rank", *sample.labels]
                 )
-            families[sample.name].add_metric([self._rank, *sample.labels.values()], sample.value)
+            families[sample.name].add_metric([rank, *sample.labels.values()], sample.value)
         yield from families.values()
 
 
@@ -80,12 +84,15 @@ class Endpoint(Resource):
                 f"metrics at {address}:{port}: {error.strerror}; give each rank of a host a port "
                 "of its own, such as 9400 plus its LOCAL_RANK"
             ) from error
+        # A forked process, such as a worker of a DataLoader, must not hold the port.
+        os.register_at_fork(after_in_child=self._server.server_close)
         self.port: int = self._server.server_port
 
     def close(self) -> None:
         """Stop serving. Idempotent."""
-        self._server.shutdown()
-        self._thread.join()
+        if self._thread.is_alive():  # not in a forked process
+            self._server.shutdown()
+            self._thread.join()
         self._server.server_close()
 
 

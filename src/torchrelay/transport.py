@@ -7,7 +7,6 @@ The native core opens connections; messages never pass through Python.
 from __future__ import annotations
 
 import contextlib
-import ctypes.util
 import hashlib
 import os
 import re
@@ -96,14 +95,14 @@ def encryption(key: bytes | None) -> _native.Tls | None:
 
 
 def libssl_path() -> str:
-    """Return the libssl that Python's own module ``ssl`` uses, else the system's."""
+    """Return the libssl 3 that this process has loaded, such as Python's own, else the system's."""
     with contextlib.suppress(ImportError):
         import _ssl  # noqa: F401, PLC0415 - it loads the library, and only keys need it
-    for line in Path("/proc/self/maps").read_text().splitlines():
+    for line in Path("/proc/self/maps").read_text(errors="surrogateescape").splitlines():
         path = line.partition("/")[2]
-        if re.fullmatch(r"libssl[^/]*\.so[.\d]*", os.path.basename(path)):
+        if re.fullmatch(r"libssl[^/]*\.so\.3[.\d]*", os.path.basename(path)):
             return f"/{path}"
-    return ctypes.util.find_library("ssl") or "libssl.so.3"
+    return "libssl.so.3"
 
 
 def network(

@@ -14,10 +14,8 @@ import json
 import os
 import secrets
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +24,7 @@ from typing_extensions import Self
 
 from torchrelay import config
 from torchrelay._addresses import boot_id
-from torchrelay._waiting import listed, nothing_to_check, wait_for_others
+from torchrelay._waiting import duration, listed, nothing_to_check, wait_for_others
 from torchrelay.errors import ConfigError, MismatchError, OperationTimeoutError, PeerLostError
 
 if TYPE_CHECKING:
@@ -61,6 +59,9 @@ _LAUNCHERS: tuple[tuple[str, ...], ...] = (
     ("Slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_ID"),
     ("Slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_ID"),
 )
+
+# Beginnings of the names of all variables that make a process a rank, here or of an MPI library.
+LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_", "PMI_", "PMIX_", "SLURM_")
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,6 @@ class World:
         """
         import torch.distributed as dist  # noqa: PLC0415 - importing it takes longer than all of torchrelay
 
-        timeout = timedelta(seconds=timeout_s)
         if self.size == 1:
             return dist.HashStore()
         if self.master_port is None:
@@ -130,7 +130,7 @@ class World:
                 self.master_port,
                 self.size,
                 is_master=self.rank == 0 and not served_by_agent,
-                timeout=timeout,
+                timeout=duration(timeout_s),
                 multi_tenant=True,
             )
         except dist.DistNetworkError as error:
@@ -139,6 +139,12 @@ class World:
                 f"answer within {timeout_s:g} s; is rank 0 running, and do MASTER_ADDR and "
                 f"MASTER_PORT name its host? ({error})",
                 ranks=(0,),
+            ) from error
+        except dist.DistStoreError as error:  # of rank 0, which waits for the others
+            raise OperationTimeoutError(
+                f"rank {self.rank}: not all {self.size} ranks connected to the store at "
+                f"{self.master_addr}:{self.master_port} within {timeout_s:g} s; are all running, "
+                f"with this MASTER_ADDR and MASTER_PORT? ({error})"
             ) from error
         if not served_by_agent:
             return store
@@ -212,10 +218,10 @@ def _start_ticks(pid: str) -> int | None:
     follow the name).
     """
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    return None if fields[0] in "ZX" else int(fields[19])
+    return None if fields[0] in b"ZX" else int(fields[19])
 
 
 class Ranks:
@@ -236,7 +242,6 @@ class Ranks:
         self.rank = rank
         self.size = size
         self.names = list(names) or list(range(size))
-        self._barriers: Counter[tuple[str, int]] = Counter()
 
     def gather(self, step: str, mine: Any, timeout_s: float, **waiting: Any) -> list[Any]:
         """Return what each rank passes for ``step``; anything that JSON can hold. Blocks.
@@ -280,6 +285,8 @@ class Ranks:
     ) -> None:
         """Wait for all ranks. The name ``step`` can be used again.
 
+        A process that replaces one of a rank takes part where that one would have.
+
         Args:
             part: the index of the calling thread among the threads of each rank that take part,
                 and their number.
@@ -291,13 +298,16 @@ class Ranks:
         index, parts = part
         if self.size * parts == 1:
             return
-        number = self._barriers[step, index]
-        self._barriers[step, index] += 1
         mine = self.rank * parts + index
+        passed = f"{step}/passed/{mine}"
+        with self._store_errors():
+            number = self.store.add(passed, 0)
         self.announce(f"{step}/{number}", index=mine)
         self.wait(f"{step}/{number}", timeout_s, parts=parts, **waiting)
-        if number:  # all have left the one before
-            self.store.delete_key(f"{step}/{number - 1}/{mine}")
+        with self._store_errors():
+            self.store.add(passed, 1)
+            if number:  # all have left the one before
+                self.store.delete_key(f"{step}/{number - 1}/{mine}")
 
     def leave(self, step: str) -> None:
         """Leave for good. Rank 0, which may serve the store, waits some seconds for the others."""
@@ -413,7 +423,6 @@ class Ranks:
         part = copy.copy(self)
         part.rank, part.size = ranks.index(self.rank), len(ranks)
         part.names = [self.names[rank] for rank in ranks]
-        part._barriers = Counter()
         if self.store is not None:
             part.store = dist.PrefixStore(f"among/{ranks[0]}", self.store)
         return part

@@ -6,6 +6,7 @@ import os
 import socket
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -85,6 +86,15 @@ def test_a_helper_runs_and_its_end_is_described() -> None:
     helper.kill()
     helper.channel.close()
     os.close(file)
+
+
+def test_a_search_path_with_entries_that_imports_leave_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path, Path("/nowhere")])
+    helper = HelperProcess([sys.executable, "-c", ECHO])
+    helper.channel.send({"code": 0})
+    assert helper.channel.receive(WAIT_S)
+    helper.kill()
+    helper.channel.close()
 
 
 def test_a_killed_helper_ends() -> None:

@@ -58,6 +58,23 @@ def test_bad_values_name_the_variable(
     assert key in str(caught.value)
 
 
+@pytest.mark.parametrize("service", ["TORCHRELAY", "TORCHRELAY_WEB", "TORCHRELAY_SAMPLE"])
+def test_variables_of_a_kubernetes_service_are_no_settings(sample: type[Any], service: str) -> None:
+    environ = {
+        f"{service}_SERVICE_HOST": "10.0.0.7",
+        f"{service}_SERVICE_PORT": "8000",
+        f"{service}_SERVICE_PORT_HTTP": "8000",
+        f"{service}_PORT": "tcp://10.0.0.7:8000",
+        f"{service}_PORT_8000_TCP": "tcp://10.0.0.7:8000",
+        f"{service}_PORT_8000_TCP_PROTO": "tcp",
+        f"{service}_PORT_8000_TCP_PORT": "8000",
+        f"{service}_PORT_8000_TCP_ADDR": "10.0.0.7",
+    }
+    assert load(sample, environ) == sample()
+    with pytest.raises(ConfigError, match=f"{service}_PORT: no such setting"):
+        load(sample, {f"{service}_PORT": "8000"})
+
+
 def test_settings_cannot_be_changed(sample: type[Any]) -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         load(sample, {}).slots = 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from prometheus_client.parser import text_string_to_metric_families
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torchrelay import _telemetry, metrics, mpi
 from torchrelay.checkpoint import async_save, load, save
@@ -67,6 +69,39 @@ def test_a_port_that_is_taken_is_named() -> None:
         pytest.raises(UnavailableError, match=rf"127.0.0.1:{first.port}: .*LOCAL_RANK"),
     ):
         metrics.serve(first.port)
+
+
+def test_the_rank_is_that_of_the_process_group_without_a_launcher(tmp_path: Path) -> None:
+    with metrics.serve(0) as endpoint:
+        dist.init_process_group("fake", rank=2, world_size=4, store=FakeStore())
+        try:
+            save({"x": torch.ones(1)}, tmp_path / "step-1", no_dist=True)
+            samples = _values(_get(endpoint.port))["torchrelay_checkpoint_save_bytes_total"]
+        finally:
+            dist.destroy_process_group()
+    assert [labels for labels, _ in samples] == [{"rank": "2"}]
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_process_does_not_hold_the_port() -> None:
+    fork = multiprocessing.get_context("fork")
+    may_end = fork.Event()
+
+    def work() -> None:
+        endpoint.close()
+        may_end.wait()
+
+    with metrics.serve(0) as endpoint:
+        child = fork.Process(target=work, daemon=True)
+        child.start()
+    try:
+        metrics.serve(endpoint.port).close()
+        may_end.set()
+        child.join(60)
+        assert child.exitcode == 0
+    finally:
+        child.kill()
+        child.join()
 
 
 def test_statistics_of_equal_labels_are_added_up(monkeypatch: pytest.MonkeyPatch) -> None:

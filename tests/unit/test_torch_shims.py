@@ -50,6 +50,19 @@ def test_a_profiler_shows_what_components_do() -> None:
     assert _torch.span("idle") is _torch.span("idle")  # one object, where nobody records
 
 
+def test_the_first_hook_sees_what_no_other_has_replaced() -> None:
+    leaf, seen = torch.ones(2, requires_grad=True), list[torch.Tensor]()
+    leaf.register_hook(lambda grad: 2 * grad)
+    removed = _torch.first_hook(leaf, lambda grad: seen.append(-grad))
+    _torch.first_hook(leaf, seen.append)
+    leaf.sum().backward()
+    assert [grad.tolist() for grad in seen] == [[1.0, 1.0], [-1.0, -1.0]]
+    assert leaf.grad is not None and leaf.grad.tolist() == [2.0, 2.0]
+    removed.remove()
+    leaf.sum().backward()
+    assert len(seen) == 3
+
+
 @pytest.mark.parametrize(
     "tensor",
     [torch.ones(1, 5)[:, 0], torch.ones(2, 3), torch.tensor(1.0), torch.ones(0, 4)[:, 1]],
@@ -152,6 +165,12 @@ def test_default_generator_is_what_plain_draws_come_from() -> None:
     )
     assert _torch.default_generator(torch.device("cpu")) is torch.default_generator
     assert _torch.default_generator(torch.device("hpu")) is torch.default_generator
+
+
+def test_default_generators_are_those_of_devices_in_use() -> None:
+    first, *others = _torch.default_generators()
+    assert first is torch.default_generator
+    assert len(others) == torch.cuda.is_initialized() * torch.cuda.device_count()
 
 
 def test_default_generator_as_draws_from_another_generator() -> None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import contextlib
+import mmap
 import os
 from pathlib import Path
 
@@ -81,6 +83,18 @@ def test_the_library_is_found_and_a_foreign_one_refused() -> None:
         _native.Tls(transport.libssl_path(), b"short")
     with pytest.raises(ArgumentError, match="16 bytes"):
         _native.TcpNetwork(token=b"short")
+
+
+def test_a_library_that_is_not_openssl_3_is_not_taken(tmp_path: Path) -> None:
+    """Of several that a process has mapped, as by packages with an OpenSSL of their own."""
+    with contextlib.ExitStack() as stack:
+        for name in ("libssl3.so", "libssl-0.so.1.1", os.fsdecode(b"\xff.so")):
+            file = stack.enter_context((tmp_path / name).open("w+b"))
+            file.truncate(1 << 30)  # so that it lies before the others, in which it does not fit
+            stack.enter_context(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
+        path = transport.libssl_path()
+        assert not path.startswith(str(tmp_path))
+        _native.Tls(path, bytes(32))
 
 
 def test_messages_of_endpoints_with_a_key() -> None:

@@ -1,15 +1,18 @@
 from __future__ import annotations
 
+import math
 import subprocess
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
 from torchrelay import world as world_module
 from torchrelay.errors import ConfigError, OperationTimeoutError, PeerLostError
-from torchrelay.world import Meeting, Process, World
+from torchrelay.world import Meeting, Process, Ranks, World
 
 TORCHRUN = {
     "RANK": "3",
@@ -103,6 +106,18 @@ def test_a_store_that_is_not_there_times_out() -> None:
         World(1, 2, master_port=1).connect(timeout_s=0.5)
 
 
+def test_a_rank_that_never_connects_is_a_timeout() -> None:
+    with pytest.raises(OperationTimeoutError, match="rank 0: not all 2 ranks connected to the"):
+        World(0, 2, master_port=0).connect(timeout_s=0.5)
+
+
+def test_a_rank_may_wait_forever() -> None:
+    served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = World(1, 2, master_port=served.port).connect(math.inf)
+    served.set("key", "value")
+    assert store.get("key") == b"value"
+
+
 def test_processes_name_their_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(world_module, "host_identity", lambda: threading.current_thread().name)
     store = dist.HashStore()
@@ -127,6 +142,30 @@ def test_ranks_as_threads() -> None:
     assert [process.rank for process in found[0]] == [0, 1, 2] and found == [found[0]] * 3
 
 
+def test_a_process_that_replaces_another_takes_part_in_barriers() -> None:
+    store = dist.HashStore()
+
+    def meet(other: Ranks) -> None:
+        with ThreadPoolExecutor(2) as pool:
+            for done in [pool.submit(r.barrier, "step", 5.0) for r in (first, other)]:
+                done.result()
+
+    first, second = Ranks(store, 0, 2), Ranks(store, 1, 2)
+    for _ in range(3):
+        meet(second)
+    num_keys = store.num_keys()
+    died = Ranks(store, 1, 2)
+    with pytest.raises(PeerLostError):
+        died.barrier("step", 5.0, check=_die)
+    for _ in range(3):
+        meet(Ranks(store, 1, 2))
+    assert store.num_keys() == num_keys
+
+
+def _die() -> None:
+    raise PeerLostError("it died in the barrier", ranks=[1])
+
+
 def test_a_missing_rank_is_named() -> None:
     with pytest.raises(
         OperationTimeoutError, match=r"rank 1 did not join the group within \d+\.\d s"
@@ -142,6 +181,16 @@ def test_a_process_that_has_ended_is_told_from_a_later_one_of_its_id() -> None:
     ended.wait()
     assert replace(me, pid=ended.pid).has_died()
     assert not replace(me, host="elsewhere", pid=ended.pid).has_died()
+
+
+def test_the_kernel_may_cut_a_name_inside_a_character() -> None:
+    name = Path("/proc/self/comm")
+    before = name.read_bytes()
+    try:
+        name.write_text("a" * 14 + "é")  # the kernel keeps 15 bytes
+        assert not Process.current(0).has_died()
+    finally:
+        name.write_bytes(before)
 
 
 def test_a_store_that_is_lost_is_named_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:

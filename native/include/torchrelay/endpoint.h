@@ -60,6 +60,9 @@ class Endpoint {
   // Whether the last attempt to reach `peer` was refused: its process has ended. False if unknown.
   virtual bool is_refused(std::uint32_t) const { return false; }
 
+  // Whether messages wait until `peer`, which has not ended, reads earlier ones. False if unknown.
+  virtual bool has_unsent(std::uint32_t) const { return false; }
+
   // The next message, waiting up to `timeout` for it; false if there is none.
   virtual bool receive(Message& message, std::chrono::microseconds timeout) = 0;
 };

@@ -14,6 +14,7 @@ __all__ = [
     "backward_id",
     "backward_keeps_graph",
     "backward_will_run",
+    "first_hook",
     "forward_mode_active",
     "has_saving_hooks",
     "is_transformed",
@@ -53,6 +54,18 @@ def backward_will_run(node: torch.autograd.graph.Node) -> bool:
 def after_backward(callback: Callable[[], None]) -> None:
     """Call ``callback`` when the running backward pass has succeeded."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def first_hook(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> Any:
+    """Register ``hook`` as ``Tensor.register_hook`` does, but before the hooks that ``tensor`` has.
+
+    torch calls them in the order of their dictionary.
+    """
+    handle = tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+    hooks: Any = tensor._backward_hooks
+    for key in [key for key in hooks if key != handle.id]:
+        hooks[key] = hooks.pop(key)
+    return handle
 
 
 def forward_mode_active() -> bool:

@@ -16,6 +16,7 @@ __all__ = [
     "caller_of",
     "is_copying",
     "is_dcp_loading",
+    "is_flattening",
     "is_setting_timeout",
     "lazy_caller",
     "model_of_ddp_being_made",
@@ -32,6 +33,8 @@ CALLERS = {
     "mesh_scatter": ("torch.distributed.tensor._collective_utils", "mesh_scatter"),
     "mesh_broadcast": ("torch.distributed.tensor._collective_utils", "mesh_broadcast"),
     "fsdp1_needs_values": ("torch.distributed.fsdp._init_utils", "_need_to_materialize_module"),
+    # It asks whether its weights have memory of their own, before it moves them into one block.
+    "flatten_parameters": ("torch.nn.modules.rnn", "RNNBase.flatten_parameters"),
     # They create parameters.
     "parameter": ("torch.nn.parameter", "Parameter.__new__"),
     "lazy_parameter": ("torch.nn.parameter", "UninitializedParameter.__new__"),
@@ -122,6 +125,13 @@ def parameter_class() -> type[torch.nn.Parameter] | None:
 def is_dcp_loading(frame: FrameType) -> bool:
     """Return whether ``frame`` is ``torch.distributed.checkpoint.load`` reading metadata."""
     return caller_of(frame) == "dcp_load"
+
+
+def is_flattening() -> bool:
+    """Return whether a recurrent layer asks for the address of a weight, in a comprehension (a
+    frame before Python 3.12), by the method that calls this.
+    """
+    return frame_of(("flatten_parameters",), 2, 2) is not None
 
 
 def is_setting_timeout() -> bool:

@@ -155,7 +155,7 @@ def private_backend(
         address: at which Gloo listens.
     """
     dist: Any = torch.distributed
-    timeout = datetime.timedelta(seconds=timeout_s)
+    timeout = datetime.timedelta(seconds=min(timeout_s, 1e9))  # as torchrelay._waiting.duration
     if name == "gloo":
         # Gloo waits for its peers inside the store, whose connection serves one thread at a time:
         # threads that make two backends in different orders would wait for each other.

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 __all__ = [
     "default_generator",
     "default_generator_as",
+    "default_generators",
     "device_available",
     "flat_bytes",
     "has_fast_bfloat16",
@@ -59,6 +60,11 @@ def default_generator(device: torch.device) -> torch.Generator:
     module.init()  # there are no default generators before
     index = module.current_device() if device.index is None else device.index
     return module.default_generators[index]  # type: ignore[no-any-return]
+
+
+def default_generators() -> list[torch.Generator]:
+    """Return the default generators of the CPU and of the CUDA devices, if these are in use."""
+    return [torch.default_generator, *torch.cuda.default_generators]
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from torchrelay._native import Op
@@ -26,7 +27,8 @@ def _operation(effect: Callable[..., None]) -> Callable[..., None]:
 
     def run(self: DummyPlane, *arguments: Any) -> None:
         *own, _, _ = arguments  # without the timeout and ``block``
-        effect(self, *own)
+        with torch.inference_mode():  # which also writes to inference tensors
+            effect(self, *own)
         self._spend(max((_size_bytes(argument) for argument in own), default=0))
 
     return run

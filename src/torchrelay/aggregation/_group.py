@@ -234,7 +234,7 @@ class SmlGroup(_NamedGroup):
         """
         tensor = calls.first_tensor(tensors)
         if tensor is not None and tensor.device.type not in self._devices:
-            if tensor.device not in self._others._device_types:
+            if torch.device(tensor.device.type) not in self._others._device_types:
                 raise ArgumentError(
                     f"{method}: this group has no backend for a tensor on {tensor.device}, only "
                     f"for {', '.join(device.type for device in self._device_types)}"

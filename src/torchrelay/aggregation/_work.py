@@ -20,12 +20,11 @@ import torch
 from torch.distributed import Work
 
 from torchrelay._native import Ticket, Transfer
+from torchrelay._waiting import FOREVER_S
 from torchrelay.aggregation._plane import Plane
 from torchrelay.errors import OperationTimeoutError
 
 __all__ = ["DoneWork", "PendingWork", "PendingWorks", "TransferWork", "seconds"]
-
-FOREVER_S = 1e9
 
 # A callback of a future may wait for a later collective (PowerSGD's do). It must block neither the
 # thread that runs collectives nor the next completion, so each completion gets a thread; idle

@@ -84,6 +84,9 @@ class _AtPath:
     def _end(self) -> None:
         raise NotImplementedError
 
+    def __del__(self) -> None:
+        self._end()
+
     @property
     def _location(self) -> str:
         if self._path is None:
@@ -125,6 +128,8 @@ class Writer(_AtPath, StorageWriter):
         ArgumentError: an argument is out of range.
     """
 
+    _saving: Saving | None = None
+
     def __init__(
         self,
         path: Path | None = None,
@@ -140,7 +145,6 @@ class Writer(_AtPath, StorageWriter):
         self._options = SaveOptions(threads, fsync, checksum, keep, max_staging_bytes)
         check_keep(keep, path)
         self._progress = progress
-        self._saving: Saving | None = None
         self._is_coordinator = False
         self._rank = 0
 
@@ -148,10 +152,6 @@ class Writer(_AtPath, StorageWriter):
         saving, self._saving = self._saving, None
         if saving is not None and self._is_coordinator:
             saving.transaction.discard()
-
-    def __del__(self) -> None:
-        if getattr(self, "_saving", None) is not None:
-            self._end()
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Note this rank's part in the save.
@@ -276,6 +276,8 @@ class Reader(_AtPath, StorageReader):
         ArgumentError: an argument is out of range.
     """
 
+    _opened: ChunkReader | None = None
+
     def __init__(
         self,
         path: Path | None = None,
@@ -286,7 +288,6 @@ class Reader(_AtPath, StorageReader):
     ) -> None:
         super().__init__(path)
         self._options = ReadOptions(verify, threads, max_buffer_bytes)
-        self._opened: ChunkReader | None = None
         self._failure: Exception | None = None
 
     def _end(self) -> None:

@@ -19,6 +19,7 @@ from torchrelay.checkpoint._types import (
     BLOCK_BYTES,
     DATA_NAME,
     DTYPES,
+    INDEX,
     MANIFEST,
     MAX_HEADER_BYTES,
     PADDING,
@@ -30,6 +31,7 @@ from torchrelay.errors import CorruptionError, StorageError
 __all__ = ["find_checkpoint"]
 
 _BY_CODE = {dtype.code: name for name, dtype in reversed([*DTYPES.items()]) if dtype.width == 1}
+_SINGLE = "model.safetensors"  # Hugging Face's, of a model in one file
 _WRITER = {"writer": "torchrelay"}  # in the metadata of a file that has padding
 _SHARDING = "DCP_SHARDING_INFO"  # in the metadata of files of DCP's Hugging Face writer
 
@@ -69,7 +71,7 @@ def find_checkpoint(path: Path) -> tuple[Folder, Callable[[], Manifest]]:
         )
     if files:
         foreign = LocalFolder(local, follow_links=True)  # as Hugging Face's cache has them
-        return foreign, lambda: _manifest_of(foreign, files)
+        return foreign, lambda: _manifest_of(foreign, _weights(foreign, names))
     what = f"not a checkpoint: neither {MANIFEST}, which a save writes last, nor safetensors files"
     if newest := _catalog.newest_inside(local):
         what = (
@@ -80,6 +82,26 @@ def find_checkpoint(path: Path) -> tuple[Folder, Callable[[], Manifest]]:
         if newest := _catalog.newest_inside(os.path.dirname(os.path.abspath(local))):
             what += f"; retention (keep=) may have removed it: the newest is {newest}"
     raise StorageError(errno.ENOENT, f"{local}: {what}")
+
+
+def _weights(folder: Folder, names: list[str]) -> list[str]:
+    """Return which safetensors files of a folder to read: of a Hugging Face snapshot, which may
+    hold the weights several times, those that transformers reads.
+    """
+    if _SINGLE in names:
+        return [_SINGLE]
+    files = {name for name in names if name.endswith(".safetensors")}
+    if INDEX in names:
+        where = f"{folder.location}/{INDEX}"
+        index = parse(folder.content(INDEX, MAX_HEADER_BYTES), where, "the index")
+        try:
+            listed = {*index["weight_map"].values()}
+        except PARSING_ERRORS as error:
+            raise CorruptionError(f"{where}: the index is damaged ({error})") from None
+        if missing := sorted(map(repr, listed - files)):
+            raise CorruptionError(f"{where}: it lists {missing[0]}, which is not in the folder")
+        files = listed
+    return sorted(files)
 
 
 def _manifest_of(folder: Folder, names: list[str]) -> Manifest:

@@ -21,9 +21,9 @@ from torchrelay.checkpoint._types import DTYPES, Box, Chunk, DataFile, Dtype, Ma
 from torchrelay.checkpoint._values import encode
 from torchrelay.errors import ArgumentError, CorruptionError, UnsupportedError
 
-__all__ = ["METADATA", "manifest_of_dcp"]
+__all__ = ["manifest_of_dcp"]
 
-METADATA = ".metadata"
+_METADATA = ".metadata"
 _MAX_METADATA_BYTES = 1 << 30
 
 _KNOWN = {
@@ -62,12 +62,12 @@ def manifest_of_dcp(folder: LocalFolder) -> Manifest:
         CorruptionError: it is damaged, or its pickles need classes that such files never contain.
         UnsupportedError: its chunks are compressed.
     """
-    where = f"{folder.location}/{METADATA}"
-    size = folder.size_bytes(METADATA)
+    where = f"{folder.location}/{_METADATA}"
+    size = folder.size_bytes(_METADATA)
     if size > _MAX_METADATA_BYTES:
         raise CorruptionError(f"{where}: {size} bytes are more than metadata may have")
     data = bytearray(size)
-    folder.read(METADATA, 0, memoryview(data))
+    folder.read(_METADATA, 0, memoryview(data))
     try:
         return _manifest(folder, _MetadataUnpickler(io.BytesIO(data)).load())
     except (CorruptionError, UnsupportedError):

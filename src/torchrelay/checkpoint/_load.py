@@ -159,11 +159,13 @@ def load(
         loading.open(path)
         if verify == "data" and not overwrite:
             loading.verify()
-        running.size_bytes = loading.size_bytes
-        with tracking(
-            progress, loading.size_bytes, "loading", shown=ranks.is_coordinator
-        ) as advance:
-            ranks.together(lambda: loading.fill(advance))
+        running.size_bytes = size_bytes = loading.size_bytes
+
+        def fill() -> None:
+            with tracking(progress, size_bytes, "loading", shown=ranks.is_coordinator) as advance:
+                loading.fill(advance)
+
+        ranks.together(fill)
     return loading.result
 
 
@@ -265,8 +267,6 @@ class _Loading:
             if len({fingerprint for _, fingerprint in opened}) > 1 and may_be_replaced:
                 continue
             check_same(self.ranks.ranks, opened)
-            if self.reading.verify == "data" and self.ranks.is_coordinator:
-                warn_without_checksums(self._manifest, self._location)
             return
 
     def _open(self, path: str) -> tuple[str, str]:
@@ -286,6 +286,8 @@ class _Loading:
                 reader.check_files(segment.chunk.file for segment in self._segments)
 
         ChunkReader.open(path, self.reading, check)
+        if self.reading.verify == "data" and self.ranks.is_coordinator:
+            warn_without_checksums(self._manifest, self._location)
         return path, self._manifest.fingerprint
 
     @property

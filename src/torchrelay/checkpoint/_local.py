@@ -241,12 +241,15 @@ class _LocalSink:
                 with storage_errors(f"writing {self._path} to the disk"):
                     os.fsync(self._fd)
         finally:
-            self.abort()
+            fd, self._fd = self._fd, -1
+            os.close(fd)
 
     def abort(self) -> None:
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
+        if self._fd >= 0:
+            with contextlib.suppress(OSError):  # gives a full disk room for the note of the error
+                os.ftruncate(self._fd, 0)
+            os.close(self._fd)
+            self._fd = -1
 
 
 def _is_locked(fd: int) -> bool:
@@ -304,7 +307,8 @@ class LocalTransaction:
             return None
         if not content.endswith(_NOTE_END):
             raise PeerLostError(
-                f"{self._final}: a writer process died while it wrote its part ({name})"
+                f"{self._final}: a writer process died, or found the disk full, while it noted "
+                f"what it has written ({name})"
             )
         return content
 

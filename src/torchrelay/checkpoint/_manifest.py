@@ -40,7 +40,6 @@ __all__ = [
     "MAX_DIMS",
     "MAX_MANIFEST_BYTES",
     "PARSING_ERRORS",
-    "VERSION",
     "Head",
     "Parser",
     "all_bytes",
@@ -57,8 +56,8 @@ __all__ = [
     "to_bytes",
 ]
 
-FORMAT, VERSION = "torchrelay-checkpoint", 1
-_START = f'{{"format":"{FORMAT}",'.encode()
+_FORMAT, _VERSION = "torchrelay-checkpoint", 1
+_START = f'{{"format":"{_FORMAT}",'.encode()
 MAX_MANIFEST_BYTES = 1 << 30
 _HEAD_BYTES = 8192  # at least as long as any first line
 _MAX_INT = (1 << 63) - 1
@@ -97,7 +96,7 @@ def to_bytes(
     """Return the content of ``manifest.json``; ``tensors`` are results of :func:`tensor_text` by
     key.
     """
-    first = {"format": FORMAT, "version": VERSION, **head._asdict()}
+    first = {"format": _FORMAT, "version": _VERSION, **head._asdict()}
     parts = [
         _json({**first, "world_size": world_size, "block_bytes": BLOCK_BYTES})[:-1],
         f'"files":{_json({name: _file_json(file) for name, file in files.items()})}',
@@ -240,10 +239,10 @@ def from_bytes(data: bytes, where: str) -> Manifest:
 def _check(data: bytes, where: str) -> None:
     """Check that a manifest is of our format and version, and whole."""
     (version,) = Parser(where).fields(_first_line(data, where), version=int)
-    if version != VERSION:
+    if version != _VERSION:
         raise UnsupportedError(
             f"{where}: the checkpoint has format version {version}, this TorchRelay reads version "
-            f"{VERSION}; use the TorchRelay that wrote it, or update this one"
+            f"{_VERSION}; use the TorchRelay that wrote it, or update this one"
         )
     check_whole(data, where)
 

@@ -25,7 +25,7 @@ from torchrelay._progress import no_progress
 from torchrelay.checkpoint._foreign import find_checkpoint
 from torchrelay.checkpoint._storage import Folder, Path
 from torchrelay.checkpoint._tasks import memory_at, no_collection, run_tasks, usable_threads
-from torchrelay.checkpoint._tensors import address_of, byte_view
+from torchrelay.checkpoint._tensors import address_of, byte_view, in_stream_of
 from torchrelay.checkpoint._types import (
     Box,
     Chunk,
@@ -292,13 +292,13 @@ class ChunkReader:
                 f"{where}: the header, bytes 0 to {known.header_bytes}, is damaged"
             )
 
-    def verify(self, segments: Iterable[Segment], progress: Progress = no_progress) -> None:
+    def verify(self, segments: Iterable[Segment]) -> None:
         """Compare every block that a reader of ``segments`` touches with its checksum.
 
         Raises:
             CorruptionError: one does not match; the message names file, tensor and byte.
         """
-        self.verify_blocks(self.blocks_of(segments), progress)
+        self.verify_blocks(self.blocks_of(segments))
 
     def verify_all(self, progress: Progress = no_progress) -> None:
         """Compare all blocks of all files, and check that bytes that belong to no tensor are zero.
@@ -423,8 +423,9 @@ class ChunkReader:
                 direct[chunk.file, compares].append((start, target.nbytes, address))
                 changed.append(target)
             else:
+                copy = in_stream_of(target, self._copy)
                 tasks += [
-                    partial(self._copy, segment, part, target, progress)
+                    partial(copy, segment, part, target, progress)
                     for part in _parts(segment, self._limit_bytes)
                 ]
         # Tensors made in inference mode have no version.
@@ -530,5 +531,5 @@ def warn_without_checksums(manifest: Manifest, location: str) -> None:
         warnings.warn(
             f"{location}: saved with checksum=False, so verify='data' checks sizes and headers "
             "only; to silence this warning, load it with verify='header'",
-            stacklevel=4,
+            stacklevel=7,  # the caller of load()
         )

@@ -120,7 +120,7 @@ class SaveHandle:
         self._rank = rank
         self._helper = helper
         self._origin = _native.Origin()
-        self._lock = threading.Lock()
+        self._lock, self._is_waiting = threading.RLock(), False
         self._done = threading.Event()
         self._error: Exception | None = None
         self._raised = False
@@ -134,7 +134,8 @@ class SaveHandle:
         """Wait until the checkpoint is committed by all ranks; return its path.
 
         Raises:
-            ArgumentError: another process has begun the save, and forked this one.
+            ArgumentError: another process has begun the save, and forked this one; or this thread
+                is waiting for it already, as where a signal interrupts it.
             OperationTimeoutError: it is not within ``timeout_s``; it goes on.
             PeerLostError: the writer process, or another rank's, was killed. The checkpoint is
                 discarded. Or this process has left the writer to itself, as it does when it exits.
@@ -160,9 +161,17 @@ class SaveHandle:
         begun = time.monotonic()
         if not self._lock.acquire(timeout=-1 if timeout_s is None else max(0.0, timeout_s)):
             return False  # another thread waits, too
+        was_waiting, self._is_waiting = self._is_waiting, True
         try:
             if self._done.is_set():
                 return True
+            if was_waiting:
+                if timeout_s == 0:
+                    return False
+                raise ArgumentError(
+                    f"{self.path}: this thread is waiting for the save already, and a signal has "
+                    "interrupted it; wait, or start the next save, after the handler has returned"
+                )
             left_s = timeout_s and max(0.0, timeout_s - (time.monotonic() - begun))
             try:
                 received = self._helper.channel.receive(left_s)
@@ -179,6 +188,7 @@ class SaveHandle:
             self._done.set()
             return True
         finally:
+            self._is_waiting = was_waiting
             self._lock.release()
 
     def _lost(self) -> PeerLostError:

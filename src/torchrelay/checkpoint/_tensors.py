@@ -4,9 +4,9 @@ filled.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
@@ -30,11 +30,14 @@ __all__ = [
     "check_target",
     "data_of",
     "dtype_of",
+    "in_stream_of",
     "is_waiting",
     "memory_of",
     "plain",
     "tensor_state",
 ]
+
+T = TypeVar("T")
 
 
 class TensorBlock(NamedTuple):
@@ -288,7 +291,24 @@ def address_of(tensor: torch.Tensor) -> int:
 
 def data_of(tensor: torch.Tensor) -> Data:
     """Return what a save needs of a tensor, which must live until it is written."""
-    return address_of(tensor) or (lambda: byte_view(plain(tensor).contiguous().cpu()))
+    return address_of(tensor) or in_stream_of(
+        tensor, lambda: byte_view(plain(tensor).contiguous().cpu())
+    )
+
+
+def in_stream_of(tensor: torch.Tensor, function: Callable[..., T]) -> Callable[..., T]:
+    """Return ``function``, which uses ``tensor``, so that in any thread it runs in the CUDA stream
+    that is this thread's now.
+    """
+    if not tensor.is_cuda:
+        return function
+    stream = torch.cuda.current_stream(tensor.device)
+
+    def call(*args: Any) -> T:
+        with torch.cuda.stream(stream):
+            return function(*args)
+
+    return call
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:

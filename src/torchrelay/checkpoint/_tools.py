@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import closing
 from typing import Any
 
+import numpy as np
 import torch
 
 from torchrelay._torch import flat_bytes
@@ -17,7 +18,8 @@ from torchrelay.checkpoint._save import save
 from torchrelay.checkpoint._saving import grouped
 from torchrelay.checkpoint._state import flatten, insert, key_of, leaf_path
 from torchrelay.checkpoint._storage import storage_errors
-from torchrelay.checkpoint._types import Box
+from torchrelay.checkpoint._tensors import dtype_of
+from torchrelay.checkpoint._types import INDEX, Box
 from torchrelay.checkpoint._values import decode, encode
 from torchrelay.errors import ArgumentError, CorruptionError, UnavailableError
 
@@ -124,6 +126,7 @@ def convert(
     Raises:
         ArgumentError: the format is unknown, ``target`` exists, no key begins with ``prefix``, or
         the state holds what the format cannot.
+        UnsupportedError: it holds a tensor that no checkpoint can hold.
     """
     if to not in FORMATS:
         raise ArgumentError(f"--to {to}: it must be one of {', '.join(FORMATS)}")
@@ -165,6 +168,11 @@ def _write_safetensors(state: dict[str, Any], target: str, max_file_bytes: int) 
         if not isinstance(leaf.value, torch.Tensor):
             left_out.append(key)
             continue
+        if dtype_of(key, leaf.value).width > 1:
+            raise ArgumentError(
+                f"{key}: safetensors files hold no tensors of {leaf.value.dtype}; convert to "
+                "another format, or save its torch.view_as_real()"
+            )
         tensor = leaf.value.contiguous()
         if tensor.untyped_storage().data_ptr() in memory:
             tensor = tensor.clone()  # save_file refuses tensors that share memory
@@ -188,7 +196,7 @@ def _write_safetensors(state: dict[str, Any], target: str, max_file_bytes: int) 
         if len(groups) == 1:
             return left_out
         total = sum(tensor.nbytes for tensor in tensors.values())
-        with open(os.path.join(target, "model.safetensors.index.json"), "w") as file:
+        with open(os.path.join(target, INDEX), "w") as file:
             json.dump({"metadata": {"total_size": total}, "weight_map": weights}, file, indent=2)
     return left_out
 
@@ -218,9 +226,20 @@ def _text(value: Any) -> str:
         return repr(value)
 
 
+def _both(one: Any, other: Any) -> str:
+    """Return two values as text; of arrays that are printed alike, the first items that differ."""
+    if repr(one) != repr(other):
+        return f"{one!r} and {other!r}"
+    if not isinstance(one, np.ndarray) or one.shape != other.shape:
+        return f"they differ, although both are printed as {one!r}"
+    bits, others = (np.ascontiguousarray(a).reshape(-1, 1).view("u1") for a in (one, other))
+    first = np.unravel_index((bits != others).any(1).argmax(), one.shape)
+    return f"they differ first at {[*map(int, first)]}: {one[first]!r} and {other[first]!r}"
+
+
 def _difference(one: Any, other: Any, rtol: float, atol: float) -> str | None:
     if not (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)):
-        return None if _text(one) == _text(other) else f"{one!r} and {other!r}"
+        return None if _text(one) == _text(other) else _both(one, other)
     if one.dtype != other.dtype or one.shape != other.shape:
         return f"{one.dtype} {list(one.shape)} and {other.dtype} {list(other.shape)}"
     if not one.numel():

@@ -28,6 +28,7 @@ __all__ = [
     "BLOCK_BYTES",
     "DATA_NAME",
     "DTYPES",
+    "INDEX",
     "MANIFEST",
     "MAX_HEADER_BYTES",
     "NOTE_NAME",
@@ -49,6 +50,7 @@ __all__ = [
 ]
 
 MANIFEST = "manifest.json"
+INDEX = "model.safetensors.index.json"  # Hugging Face's, of a model in several files
 DATA_NAME = re.compile(r"data-\d{5,}-\d{5,}\.safetensors", re.ASCII)
 PADDING = "__padding__"  # begins the name of a tensor that no state has
 MAX_HEADER_BYTES = 100_000_008  # as safetensors has it, and the 8 bytes of the length

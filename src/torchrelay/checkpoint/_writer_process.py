@@ -115,9 +115,10 @@ class _Writing:
             return
         finish = transaction.open_note(_NOTE.format(self.job.index))
         outcome = self._outcome()
-        finish(json.dumps(outcome).encode())
-        if "error" in outcome:
-            raise from_json(outcome["error"])
+        try:
+            finish(json.dumps(outcome).encode())
+        finally:  # its own error comes first
+            _raise_error(outcome)
         self._await_commit()
 
     def _coordinate(self) -> None:
@@ -131,7 +132,11 @@ class _Writing:
                         outcomes[index] = json.loads(note)
             return [rank for index, rank in enumerate(ranks) if index not in outcomes]
 
-        self._wait(missing, "the checkpoint is discarded")
+        try:
+            self._wait(missing, "the checkpoint is discarded")
+        finally:  # a rank's error comes before that another is missing
+            for index in sorted(outcomes):
+                _raise_error(outcomes[index])
         parts = [_part(outcomes[index]) for index in range(len(ranks))]
         self.saving.commit(self.plan.everyone, parts)
 
@@ -173,10 +178,13 @@ class _Writing:
             time.sleep(_POLL_S)
 
 
-def _part(outcome: dict[str, Any]) -> Part:
-    """Return what a rank has written, or raise its error, from JSON."""
+def _raise_error(outcome: dict[str, Any]) -> None:
     if "error" in outcome:
         raise from_json(outcome["error"])
+
+
+def _part(outcome: dict[str, Any]) -> Part:
+    """Return what a rank has written, from JSON."""
     chunks = [
         ChunkRecord(tuple(keys), Box(tuple(offsets), tuple(sizes)), text)
         for keys, (offsets, sizes), text in outcome["chunks"]

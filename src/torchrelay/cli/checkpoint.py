@@ -59,7 +59,7 @@ def inspect(
         )
     for key, value in manifest.objects.items():
         table.add_row(key, "value", json.dumps(value)[:60], "", "")
-    console = Console()
+    console = Console(markup=False, emoji=False)  # keys are any text
     console.print(table)
     console.print(
         f"{len(rows)} tensors and {len(manifest.objects)} values in {len(manifest.files)} files, "

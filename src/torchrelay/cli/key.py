@@ -6,7 +6,6 @@ from pathlib import Path
 
 import typer
 
-from torchrelay import transport
 from torchrelay.errors import StorageError
 
 __all__ = ["app"]
@@ -26,6 +25,8 @@ def _key() -> None:  # typer drops the name of a command that has no sibling, bu
 @app.command()
 def create(path: Path = _PATH) -> None:
     """Write a new key to a file, for all processes of a job."""
+    from torchrelay import transport  # noqa: PLC0415 - without the native core, doctor must run
+
     try:
         transport.create_key(path)
     except FileExistsError:

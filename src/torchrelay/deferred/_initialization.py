@@ -20,7 +20,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def deferred_init(fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+def deferred_init(fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
     """Call ``fn(*args, **kwargs)`` with deferred tensors: recorded, without memory or values.
 
     Afterwards generators are in the state in which eager execution would have left them.

@@ -65,9 +65,9 @@ def _check_deferred(fake: FakeTensor) -> None:
 
 def materialize_module(
     module: torch.nn.Module,
-    *,
     buffers_only: bool = False,
     check_fn: Callable[[torch.nn.Module], bool] | None = None,
+    *,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     shard: Shard | None = None,
@@ -78,8 +78,8 @@ def materialize_module(
     """Compute the deferred tensors of ``module``, children first, one tensor at a time.
 
     Parameters stay the same objects, unless a DTensor replaces them. Deferred tensors that are
-    plain attributes of a module, or in a list, tuple or dict there, are materialised whole. No
-    values are sent between ranks.
+    plain attributes of a module, or in a list, tuple or dict there, are materialised whole, unless
+    a module registers them. No values are sent between ranks.
 
     Args:
         buffers_only: leave parameters deferred.
@@ -104,8 +104,9 @@ def materialize_module(
     if not isinstance(module, torch.nn.Module):
         raise ArgumentError(f"materialize_module() takes a module, not {type(module).__name__}.")
     check_shard(shard)
-    places = list(children_first(module, ""))
-    replay = Replay(None if device is None else torch.device(device))
+    places = list(children_first(module))
+    registered = {id(tensor) for _, one in places for tensor in own_tensors(one).values()}
+    replay = Replay(pretend=device is not None)
     materialization = _Materialization(replay, device, dtype, shard, leave_deferred)
     materialization.leave_uninitialized(places, uninitialized)
     sizes = _deferred_bytes(places) if progress else {}
@@ -115,7 +116,7 @@ def materialize_module(
     ):
         for prefix, submodule in places:
             if check_fn is None or check_fn(submodule):
-                materialization.run(submodule, prefix, buffers_only)
+                materialization.run(submodule, prefix, registered, buffers_only)
             if progress:
                 advance(sizes[prefix])
     if check_fn is None and not buffers_only:
@@ -202,8 +203,10 @@ class _Materialization:
                         wanted.add(fake._region.storage)
         self._blank = set(named.values()) - wanted
 
-    def run(self, module: torch.nn.Module, prefix: str, buffers_only: bool) -> None:
-        for fake in () if buffers_only else _loose_fakes(module):
+    def run(
+        self, module: torch.nn.Module, prefix: str, registered: set[int], buffers_only: bool
+    ) -> None:
+        for fake in () if buffers_only else _loose_fakes(module, registered):
             self._give(fake, is_loose=True)
         for registry in (
             (module._buffers,) if buffers_only else (module._parameters, module._buffers)
@@ -297,8 +300,9 @@ def _inner_fakes(tensor: torch.Tensor) -> list[FakeTensor]:
     return [one for one in _torch.inner_tensors(tensor) if isinstance(one, FakeTensor)]
 
 
-def _loose_fakes(module: torch.nn.Module) -> list[FakeTensor]:
-    """Return deferred tensors that are plain attributes of ``module``.
+def _loose_fakes(module: torch.nn.Module, registered: set[int]) -> list[FakeTensor]:
+    """Return deferred tensors that are plain attributes of ``module``, except those whose ids are
+    in ``registered``.
 
     Results come before their arguments.
     """
@@ -307,8 +311,6 @@ def _loose_fakes(module: torch.nn.Module) -> list[FakeTensor]:
         for name, value in module.__dict__.items()
         if name not in OF_EVERY_MODULE and type(value) not in PLAIN
         for fake in fakes_inside(value, 2)
-        if fake._region.storage.deferred
+        if fake._region.storage.deferred and id(fake) not in registered
     }
-    for tensor in own_tensors(module).values() if found else ():
-        found.pop(id(tensor), None)
     return sorted(found.values(), key=lambda fake: fake.is_leaf)

@@ -53,7 +53,7 @@ def own_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in both.items() if tensor is not None}
 
 
-def children_first(module: torch.nn.Module, prefix: str) -> Iterator[tuple[str, torch.nn.Module]]:
+def children_first(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
     """Yield each submodule once, children first, with the prefix of its tensors' names."""
     names = {
         id(submodule): name

@@ -97,15 +97,14 @@ class _Parts:
         found = self._known.get(key)
         if found is None:
             self._depth += 1
-            try:
+            with suppress(_NotSliceableError):
                 if self._depth > _DEEPEST:
                     raise _NotSliceableError
                 found = self._cut_out(region, before)
-            except _NotSliceableError:
+            self._depth -= 1
+            if found is None:  # not in a handler: the exception keeps the attempt's memory
                 whole = self._replay.values(region, before)
                 found = whole.clone(memory_format=torch.contiguous_format)
-            finally:
-                self._depth -= 1
             self._known[key] = found
             self._left_bytes -= found.nbytes
             while self._left_bytes < 0 and len(self._known) > 1:

@@ -36,7 +36,7 @@ class FakeSession:
         self.deferred = deferred
         self.pretend = pretend
         self._watches: dict[Any, Watch] = {}
-        self._entry = torch.get_rng_state()
+        self._entries = [(one, one.get_state()) for one in _torch.default_generators()]
         self.replay = Replay()
         self.memory: torch.UntypedStorage | None = None
         self._read: dict[int, list[External]] = {}
@@ -81,9 +81,10 @@ class FakeSession:
             for watch in self._watches.values():
                 if _generators.release(watch):
                     self._settle(watch, done)
-            default = torch.default_generator
-            if not done and all(one.generator is not default for one in _generators.watches()):
-                default.set_state(self._entry)  # also if the program set it before it drew
+            watched = {id(watch.generator) for watch in _generators.watches()}
+            for generator, state in () if done else self._entries:
+                if id(generator) not in watched:
+                    generator.set_state(state)  # also if the program set it before it drew
         finally:
             self._watches.clear()
             self._read.clear()

@@ -38,15 +38,15 @@ class Replay:
     """Execution of the record, for one materialisation or for the values that one program reads.
 
     Args:
-        device: replaces devices that this machine lacks.
+        pretend: whether the CPU replaces devices that this machine lacks.
 
     Attributes:
         materialization: identifies this object in the histories whose memory it hands out.
         generators: private generators for the random numbers.
     """
 
-    def __init__(self, device: torch.device | None = None) -> None:
-        self._instead = device
+    def __init__(self, pretend: bool = False) -> None:
+        self._pretend = pretend
         self.materialization = _next_materialization()
         self.generators = Generators(self._run_for_draw)
         self._kept: dict[Storage, int] = {}  # bytes of those with memory, used last at the end
@@ -137,26 +137,25 @@ class Replay:
         """Return the device for what was recorded for ``device``.
 
         Raises:
-            UnavailableError: it is not on this machine, and no other was given.
+            UnavailableError: it is not on this machine, and the CPU does not replace it.
         """
         if device.type == "cpu" or _torch.device_available(device):
             return device
-        if self._instead is None:
+        if not self._pretend:
             raise UnavailableError(
                 f"The tensors were recorded on {device}, which this machine does not have. "
                 "Materialize on a machine that has it, or give materialize_module(..., "
                 "device='cpu')."
             )
-        return self._instead
+        return torch.device("cpu")
 
     def _run_for_draw(self, node: Node) -> None:
         if describe(node.func).fills and not node.reads:
             node = _without_target(node)
         # This may be in the middle of another run, whose memory is not touched.
         schedule = Schedule(nodes=[node], cached=False)
-        # What was recorded for an absent device draws from the generator of the CPU.
-        assert node.position is not None
-        replay = Replay(node.position.origin.device)
+        # What was recorded for an absent device is drawn on the CPU.
+        replay = Replay(pretend=True)
         replay.generators = self.generators
         with _torch.plain_torch():
             for _ in _Run(replay, schedule, keep=False).nodes():

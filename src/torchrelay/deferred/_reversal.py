@@ -73,7 +73,7 @@ def dematerialize(module: torch.nn.Module) -> None:
         )
     places = [
         (registry, name, f"{prefix}{name}", tensor)
-        for prefix, submodule in children_first(module, "")
+        for prefix, submodule in children_first(module)
         for registry in (submodule._parameters, submodule._buffers)
         for name, tensor in registry.items()
         if tensor is not None

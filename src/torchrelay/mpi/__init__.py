@@ -17,7 +17,7 @@ from torchrelay.mpi._collectives import Located
 from torchrelay.mpi._comm import WORLD_NAME
 from torchrelay.mpi._communicator import CartCommunicator, Communicator, from_mpi4py, world
 from torchrelay.mpi._dtypes import Op
-from torchrelay.mpi._library import MPI as _MPI
+from torchrelay.mpi._library import is_mpi_job as _is_mpi_job
 from torchrelay.mpi._point_to_point import JoinDummies, JoinDummiesHandle, WaitHandle
 from torchrelay.mpi._transport import ANY_SOURCE, ANY_TAG, PROC_NULL, UNDEFINED
 
@@ -62,7 +62,7 @@ MPI_PROC_NULL, MPI_UNDEFINED = PROC_NULL, UNDEFINED
 COMM_WORLD: Communicator
 """All processes that the launcher started; made when it is first used."""
 
-if _MPI is not None:
+if _is_mpi_job:
     world()  # the ranks of MPI start together
 
 

@@ -65,6 +65,7 @@ class Comm:
     """
 
     number: int
+    announces = True  # whether debug mode announces messages to their receivers
     _original: Comm | None = None
 
     def __init__(

@@ -31,7 +31,7 @@ from torchrelay.mpi._comm import WORLD_NAME
 from torchrelay.mpi._dtypes import Op, check_integer
 from torchrelay.mpi._halo import Neighbors
 from torchrelay.mpi._inplace import overwrite
-from torchrelay.mpi._library import MPI, load
+from torchrelay.mpi._library import MPI, is_mpi_job, load
 from torchrelay.mpi._memory import check_counts, equal_part
 from torchrelay.mpi._nonblocking import NonBlocking
 from torchrelay.mpi._point_to_point import Messages, WaitHandle
@@ -87,9 +87,19 @@ class Communicator(NonBlocking, Messages):
 
         return cls(group_transport(group))
 
+    def __copy__(self) -> Communicator:
+        return self  # what is copied with it communicates with the same ranks
+
+    def __deepcopy__(self, memo: object) -> Communicator:
+        return self
+
+    @classmethod
+    def _world(cls, convention: str, unreachable_policy: str | None) -> Communicator:
+        return world().replace(convention, unreachable_policy)
+
     def __reduce__(self) -> Any:
         if self.name == WORLD_NAME:
-            return world, ()
+            return self._world, (self.convention, self.unreachable_policy)
         raise ArgumentError(
             f"{self.name} cannot be pickled; only COMM_WORLD means the same in another process"
         )
@@ -342,7 +352,7 @@ def world() -> Communicator:
     It is MPI's under mpirun, that of the default process group under torchrun, Slurm or Ray, which
     is made with ``sml`` if there is none, and of this process alone without a launcher.
     """
-    if MPI is not None:
+    if is_mpi_job:
         from torchrelay.mpi._mpi4py import MpiTransport  # noqa: PLC0415 - initialises MPI
 
         return Communicator(MpiTransport(MPI.COMM_WORLD), WORLD_NAME)

@@ -32,6 +32,7 @@ class Neighbors(Comm):
         self.coords = [int(coord) for coord in np.unravel_index(self.rank, dims)]
         self.neighbors = [(self._at(d, -1), self._at(d, 1)) for d in range(len(dims))]
         self._faces = self._copy()
+        self._faces.announces = False  # they share control messages with those of the grid
         self._faces._use(self.lease.duplicate(transport, for_messages=True))
 
     def _at(self, dim: int, step: int) -> int:

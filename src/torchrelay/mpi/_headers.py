@@ -39,6 +39,7 @@ __all__ = [
     "described",
     "exchange_numbers",
     "exchange_values",
+    "on_device",
     "payload_bytes",
 ]
 
@@ -153,6 +154,12 @@ def described(
         return text
     why_not = "" if recorded else " (of integers, or under no_grad)"
     return f"{text}, {'' if recorded else 'not '}recorded by autograd{why_not}"
+
+
+def on_device(fields: Fields, device: torch.device) -> Fields:
+    """Return the ``fields`` of a call on a device that has a backend of its own."""
+    name, arguments, *others = fields
+    return (name, f"{arguments}, on {device.type}", *others)
 
 
 def exchange_numbers(

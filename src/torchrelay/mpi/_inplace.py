@@ -70,7 +70,8 @@ def _overwrite_leaf(run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     with torch.no_grad():
         x.copy_(y)
     found = weakref.ref(guard)
-    handle = x.register_hook(lambda grad: _check(found(), grad))  # type: ignore[no-untyped-call]
+    # before hooks of the leaf's owner, which may replace the cotangent
+    handle = _torch.first_hook(x, lambda grad: _check(found(), grad))
     weakref.finalize(guard, handle.remove)
     return y
 

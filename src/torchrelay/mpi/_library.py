@@ -14,11 +14,21 @@ from typing import Any
 
 from torchrelay.errors import UnavailableError
 
-__all__ = ["MPI", "check_launcher", "is_worker", "is_worker_of_rank", "load", "refusal"]
+__all__ = [
+    "MPI",
+    "check_launcher",
+    "is_mpi_job",
+    "is_worker",
+    "is_worker_of_rank",
+    "load",
+    "refusal",
+]
 
 # Without a launcher this process is alone, and Open MPI would leave a shared memory segment behind.
 _TRANSPORTS = "OMPI_MCA_btl"
-_LAUNCHED = ("PMIX_", "PMI_", "OMPI_COMM_WORLD_")
+# Settings of MPI libraries begin with the same letters as some of these, such as PMIX_MCA_gds.
+_MPI_RANKS = ("PMIX_RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK")
+_OF_LAUNCHERS = ("PMIX_", "PMI_", "OMPI_COMM_WORLD_")
 _TORCHRUN = "TORCHELASTIC_RUN_ID"  # its workers inherit the variables of an MPI around it
 _MODULE = "mpi4py.MPI"
 # How many processes a launcher started.
@@ -37,15 +47,15 @@ def _started_by_multiprocessing() -> bool:
     )
 
 
-def _launched() -> list[str]:
-    return [key for key in os.environ if key.startswith(_LAUNCHED)]
+def _launched() -> bool:
+    return any(name in os.environ for name in _MPI_RANKS)
 
 
-is_worker = bool(_launched()) and _started_by_multiprocessing() and _TORCHRUN not in os.environ
+is_worker = _launched() and _started_by_multiprocessing() and _TORCHRUN not in os.environ
 """Whether this process inherited the environment of a rank, and would take its place in MPI."""
 
 if is_worker:
-    for _key in _launched():
+    for _key in [key for key in os.environ if key.startswith(_OF_LAUNCHERS)]:
         del os.environ[_key]
 
 
@@ -121,7 +131,13 @@ def refusal(error: BaseException) -> str | None:
     return text
 
 
-MPI: Any = (
-    load() if _MODULE in sys.modules or (_launched() and _TORCHRUN not in os.environ) else None
-)
+MPI: Any = sys.modules.get(_MODULE)
 """mpi4py's module if mpirun started this process, or if it is imported already."""
+
+is_mpi_job = _TORCHRUN not in os.environ and (
+    _launched() or (MPI is not None and MPI.COMM_WORLD.size > 1)
+)
+"""Whether the world is MPI's."""
+
+if is_mpi_job:
+    MPI = load()

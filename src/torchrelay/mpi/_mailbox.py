@@ -146,6 +146,7 @@ class Mailbox:
         for rank, address in enumerate(gather("endpoint", self._endpoint.address)):
             if rank != ranks.rank:
                 self._endpoint.connect(rank, address)
+        _wait.mailboxes.add(self)
 
     def send(self, channel: bytes, source: int, dest: int, tag: int, contents: Any) -> None:
         """Send ``contents`` to the group's rank ``dest``, as rank ``source`` of the channel."""
@@ -172,6 +173,11 @@ class Mailbox:
         self.poll()
         with self._lock:
             return self._channels[channel].take(tag)
+
+    def has_unsent(self) -> bool:
+        """Return whether messages wait until a rank, which has not ended, reads earlier ones."""
+        with self._lock:
+            return any(map(self._endpoint.has_unsent, range(len(self._sent))))
 
     def poll(self) -> None:
         """Deliver the messages that have arrived.

@@ -78,7 +78,8 @@ def fresh(shape: Sequence[int], dtype: torch.dtype, device: torch.device = HOST)
     size_bytes = math.prod(shape) * dtype.itemsize
     if size_bytes < HUGE_BYTES or device.type != "cpu":
         return torch.empty(shape, dtype=dtype, device=device)
-    return torch.from_numpy(np.empty(size_bytes, np.uint8)).view(dtype).view(*shape)
+    memory = torch.from_numpy(np.empty(size_bytes, np.uint8)).view(dtype).view(*shape)
+    return memory.data  # no view for autograd, so that results may be changed in place
 
 
 def fresh_like(x: Tensor) -> Tensor:

@@ -36,10 +36,11 @@ from torchrelay.mpi._collectives import (
 )
 from torchrelay.mpi._comm import Comm
 from torchrelay.mpi._dtypes import Op
-from torchrelay.mpi._headers import Comparison, Fields
+from torchrelay.mpi._headers import Comparison, Fields, on_device
 from torchrelay.mpi._memory import axis_of, equal_part, packed, placed
 from torchrelay.mpi._point_to_point import WaitHandle
 from torchrelay.mpi._record import Call, Plan, Started, current_chain, record
+from torchrelay.mpi._settings import settings
 from torchrelay.mpi._transport import Testable
 from torchrelay.mpi._wait import abandon
 
@@ -51,8 +52,10 @@ class _Start(Call):
     """The start of ``call``, and its state until its end, in both directions."""
 
     name = "Istart"
+    blocking = False
     call: Call
     complete: Callable[[Tensor], Tensor]
+    is_recorded: bool = field(default_factory=torch.is_grad_enabled, init=False)
     started: Started | None = field(default=None, init=False)
     like: tuple[torch.Size, torch.dtype, torch.device] | None = field(default=None, init=False)
     tangent_handle: WaitHandle | None = field(default=None, init=False)  # in forward mode
@@ -113,7 +116,12 @@ class _Start(Call):
 
     def fields(self, x: Tensor) -> Fields:
         name, *others = self.call.fields(x)
-        return (f"I{name.lower()}", *others)
+        fields = (f"I{name.lower()}", *others)
+        if not x.is_cpu:
+            fields = on_device(fields, x.device)
+        if settings.debug:
+            fields = (*fields[:4], self.is_recorded and self.differentiable(x))
+        return fields
 
     def describe(self) -> str:
         return f"I{self.call.name.lower()}({self.call.arguments()})"

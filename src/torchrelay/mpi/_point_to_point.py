@@ -66,7 +66,7 @@ class Receiving:
         """Start to receive a long message's other pieces, and in debug mode the announcement."""
         for part in self.parts[1:]:
             self.requests.append(comm.transport.irecv(part, self.source, self.tag))
-        if settings.debug:
+        if settings.debug and comm.announces:
             text = torch.zeros(ANNOUNCEMENT_BYTES, dtype=torch.uint8, device="cpu")
             tag = _announcement_tag(comm, self.tag)
             self.announced = (comm.lease.control.irecv(text, self.source, tag), text)
@@ -153,7 +153,7 @@ class _PeerCall(Call):
         transport = self.comm.transport
         requests = [transport.isend(part, self.peer, self.tag) for part in transport.cut(memory)]
         kept = [memory]
-        if settings.debug and self.peer != PROC_NULL:
+        if settings.debug and self.comm.announces and self.peer != PROC_NULL:
             text = f"{_contents(memory)} in {self.describe()}".encode()[:ANNOUNCEMENT_BYTES]
             padded = bytearray(text.ljust(ANNOUNCEMENT_BYTES, b"\0"))
             kept.append(torch.frombuffer(padded, dtype=torch.uint8))

@@ -87,6 +87,8 @@ class Call:
     name: ClassVar[str]
     everyone: ClassVar[bool] = True
     """Whether all ranks of the communicator take part."""
+    blocking: ClassVar[bool] = True
+    """Whether it may wait for ranks that have not called it yet."""
     transformable: ClassVar[bool] = True
     """Whether ``torch.func`` can transform it."""
 
@@ -109,7 +111,10 @@ class Call:
         source = packed(x, self.comm.transport)
         numbers: Sequence[Sequence[int]] = [self.numbers(source)]
         if self.comm.size > 1:
-            numbers = _headers.exchange_numbers(self, self.fields(source), numbers[0])
+            fields = self.fields(source)
+            if not source.is_cpu:
+                fields = _headers.on_device(fields, source.device)
+            numbers = _headers.exchange_numbers(self, fields, numbers[0])
         return placed(self.start(source, numbers, True).finish(self), x)
 
     def joined(self, chain: _chain.Chain) -> None:
@@ -345,7 +350,7 @@ def _plain(call: Call, x: Tensor) -> Tensor:
 
 def _record(call: Call, x: Tensor) -> Tensor:
     check_usable(call.comm)
-    if settings.debug and call.everyone:
+    if settings.debug and call.everyone and call.blocking:
         is_recorded = is_grad_enabled() and call.differentiable(x)
         _headers.exchange_numbers(call, (*call.fields(x)[:4], is_recorded))
     if not (is_grad_enabled() or transforms_active() or forward_mode_active()):
@@ -407,14 +412,14 @@ def _record_dual(call: Call, x: Tensor) -> Tensor:
 
 def _record_under_transform(call: Call, x: Tensor) -> Tensor:
     """Run inside ``torch.func``, in a chain that ends with the transform."""
-    if not call.differentiable(x):
-        raise UnsupportedError(f"{call.describe()} of {x.dtype} inside a torch.func transform")
     if not call.transformable:
         raise UnsupportedError(
             f"{call.describe()} inside a torch.func transform: a rank does not know what the other "
             "differentiates or batches; use Sendrecv or a collective, or torchrelay.mpi.grad and "
             "torch.autograd.forward_ad"
         )
+    if not call.differentiable(x):  # its backward pass would run if it joined the chain
+        return _apply_transformed(call, x, _TOKEN)[0]  # type: ignore[no-any-return]
     y, _here.transform_head = _apply_transformed(call, x, _transform_token())
     return y  # type: ignore[no-any-return]
 

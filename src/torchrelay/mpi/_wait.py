@@ -38,6 +38,7 @@ from torchrelay.mpi._transport import Testable
 
 if TYPE_CHECKING:
     from torchrelay.mpi._comm import Comm, Lease
+    from torchrelay.mpi._mailbox import Mailbox
     from torchrelay.mpi._mpi4py import End
 
 __all__ = [
@@ -53,6 +54,7 @@ __all__ = [
     "leases",
     "leave_with",
     "listen",
+    "mailboxes",
     "send",
 ]
 
@@ -84,6 +86,9 @@ class Waiting(Protocol):
 
 leases: weakref.WeakSet[Lease] = weakref.WeakSet()
 """The communicators over which this rank answers questions while it waits anywhere."""
+
+mailboxes: weakref.WeakSet[Mailbox] = weakref.WeakSet()
+"""What holds this rank's messages until they are sent."""
 
 # Requests that may never complete, with memory whose freeing would corrupt it.
 _abandoned: list[Any] = []
@@ -341,6 +346,13 @@ def _end_together(request: Testable) -> None:
         time.sleep(NAP_S if not has_notified else LISTEN_S)
 
 
+def _wait_until_sent() -> None:
+    """Wait until other ranks have read enough that all messages are sent; at most ``timeout_s``."""
+    until = time.monotonic() + settings.timeout_s
+    while any(each.has_unsent() for each in mailboxes) and time.monotonic() < until:
+        time.sleep(LISTEN_S)
+
+
 def _leave() -> None:
     """Wait for the others at exit. After a failure, give them time to report, then end the job."""
     global _has_ended  # noqa: PLW0603
@@ -351,6 +363,7 @@ def _leave() -> None:
         _has_ended = True
         if _end is None:
             _send_all(ENDED, "")
+            _wait_until_sent()
             return
         try:
             _end_together(_end.start())

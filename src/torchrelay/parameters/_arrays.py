@@ -37,7 +37,8 @@ def _check(array: Any, dtype: torch.dtype, what: str) -> tuple[int, int]:
         raise ArgumentError(
             f"{what} must be a torch tensor or a numpy array, not {describe(array)}"
         )
-    if array.dtype != (dtype if is_tensor else _NUMPY.get(dtype)):
+    wanted = dtype if is_tensor else _NUMPY.get(dtype)
+    if wanted is None or array.dtype != wanted:  # for numpy, None equals float64
         raise ArgumentError(
             f"{what} must be {dtype}, not a {describe(array)}; nothing was read or written"
         )
@@ -103,7 +104,7 @@ def check_finite(keys: torch.Tensor | None, values: torch.Tensor, where: str) ->
         return
     which = "some gradients"
     if keys is not None:
-        spoiled = keys[bad.reshape(len(keys), -1).any(dim=1)]
+        spoiled = keys[bad.reshape(len(keys), -1).any(dim=1).to(keys.device)]
         which = f"the gradients of {len(spoiled)} rows, the first that of key {int(spoiled[0])},"
     raise ArgumentError(
         f"{where}: {which} are NaN or infinite; nothing was applied. A torch.amp.GradScaler skips "

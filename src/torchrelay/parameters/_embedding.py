@@ -66,7 +66,6 @@ class _TableModule(nn.Module):
         shape = num_embeddings, embedding_dim
         if rows is not None and tuple(rows.shape) != shape:
             raise ArgumentError(f"the given rows are {tuple(rows.shape)}, not {shape}")
-        self.num_embeddings, self.embedding_dim = shape
         self.padding_idx = None if padding_idx is None else padding_idx % num_embeddings
         self.max_norm, self.norm_type = max_norm, norm_type
         self.scale_grad_by_freq, self.sparse = scale_grad_by_freq, sparse
@@ -83,6 +82,14 @@ class _TableModule(nn.Module):
         else:
             _check_table(table, shape, options)
         self.table = table
+        self.num_embeddings, self.embedding_dim = table.num_keys, table.dim
+        if max_norm is not None and table.workers > 1 and table.gradients.apply == "backward":
+            self.close()
+            raise UnsupportedError(
+                "max_norm with apply_gradients='backward' on several processes: a row that one "
+                "scales down loses what others push to it meanwhile; leave apply_gradients out "
+                "and step table.optimizer(), or leave max_norm out"
+            )
         self.register_parameter("weight", table.weight)
         self._lookup = Lookup(table, self.padding_idx, max_norm, norm_type, scale_grad_by_freq)
         if rows is not None:

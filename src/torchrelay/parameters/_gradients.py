@@ -100,6 +100,7 @@ class Gradients:
         apply: as ``apply_gradients`` of :meth:`Table.create`; likewise ``reduction``.
 
     Attributes:
+        apply: ``apply_gradients``; "step" once there is an optimizer.
         anchor: a leaf that autograd reaches from each lookup, and whose hook ends a backward pass.
     """
 
@@ -122,7 +123,7 @@ class Gradients:
         self.name, self.rule = name, server.rule
         self._server, self._worker = server, worker
         self._ranks = server.topology.ranks
-        self._apply, self._reduction = apply, reduction
+        self.apply, self._reduction = apply, reduction
         self._exchange: GradientExchange | None = None
         self._settled = False
         self._configured: tuple[float, int] | None = None
@@ -169,18 +170,18 @@ class Gradients:
             self._keys, self._values = self.keys, values
 
     def keep_for(self, optimizer: torch.optim.Optimizer) -> None:
-        """Keep gradients for ``optimizer``, which was just created; earlier ones may not step.
+        """Keep gradients for ``optimizer``; those that the table had before may not step.
 
         Raises:
             ArgumentError: gradients are applied in the backward pass.
         """
-        if self._apply == "backward":
+        if self.apply == "backward":
             raise ArgumentError(
                 f"table {self.name!r} applies gradients in the backward pass, so there is "
                 "nothing to step: make its optimizer before the first backward pass, and leave out "
                 "apply_gradients='backward'"
             )
-        self._apply = "step"
+        self.apply = "step"
         self._optimizer = weakref.ref(optimizer)
 
     def add(self, keys: Tensor, values: Tensor) -> None:
@@ -194,7 +195,7 @@ class Gradients:
             return
         self._settle()
         keys = keys.to(torch.int64)
-        if self._apply == "step":
+        if self.apply == "step":
             self._pending.setdefault(_torch.backward_id(), []).append((keys, values))
             return
         if self._reduction == "mean":
@@ -313,13 +314,13 @@ class Gradients:
         """Raise at the first gradient if it would be lost, or applied while it is scaled."""
         if self._settled:
             return
-        if self._apply is None:
+        if self.apply is None:
             raise ArgumentError(
                 f"table {self.name!r} has no optimizer to apply gradients: make one with "
                 "table.optimizer() and call its step(), or pass apply_gradients='backward', which "
                 "applies them in the backward pass"
             )
-        if self._apply == "backward" and _gradient_scaler_exists():
+        if self.apply == "backward" and _gradient_scaler_exists():
             raise UnsupportedError(
                 f"table {self.name!r} would apply gradients in the backward pass, but there "
                 "is a GradScaler: they are scaled, and maybe infinite. Make an optimizer before "

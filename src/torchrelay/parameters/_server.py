@@ -374,13 +374,17 @@ def _describe_lengths(lengths: list[int]) -> str:
 
 
 def _keys_and_lengths(keys: Any, length: int) -> tuple[int, list[int]]:
-    if isinstance(keys, int):
-        if not (0 <= keys <= _INT64_MAX and 1 <= length <= _INT32_MAX):
+    if isinstance(keys, int | np.integer):
+        if not (
+            isinstance(length, int | np.integer)
+            and 0 <= keys <= _INT64_MAX
+            and 1 <= length <= _INT32_MAX
+        ):
             raise ArgumentError(
-                f"{keys} keys of length {length}: they must be at least 0 and 1, and fit in int64 "
-                "and int32"
+                f"{keys} keys of length {length}: they must be whole numbers, at least 0 and 1, "
+                "and fit in int64 and int32"
             )
-        return keys, [length]
+        return int(keys), [int(length)]
     if not isinstance(keys, torch.Tensor | np.ndarray) or keys.ndim != 1:
         raise ArgumentError(f"keys must be a number, or one length per key, not a {describe(keys)}")
     integral = not (

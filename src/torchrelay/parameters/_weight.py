@@ -188,20 +188,27 @@ class TableOptimizer(torch.optim.Optimizer):
     steps_tables = True
 
     def __init__(self, weights: Iterable[TableWeight], lr: float | None = None) -> None:
-        groups = [_group(weight, lr) for weight in weights]
-        super().__init__(groups, {})
-        for group in groups:
-            group["params"][0].gradients.keep_for(self)
-            self.state[group["params"][0]]["step"] = 0
+        super().__init__(weights, {"lr": lr})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        if any(not isinstance(weight, TableWeight) for weight in _listed(param_group["params"])):
+        """Step the tables of ``param_group["params"]`` too, at its ``lr``. Raises as the class."""
+        params = param_group["params"]
+        weights: list[Any] = [params] if isinstance(params, torch.Tensor) else list(params)
+        if not all(isinstance(weight, TableWeight) for weight in weights):
             raise ArgumentError(
                 "a TableOptimizer steps tables only: give torch's optimizers the other parameters, "
                 "e.g. [p for p in model.parameters() if not isinstance(p, "
                 "torchrelay.parameters.TableWeight)]"
             )
-        super().add_param_group(param_group)
+        lr = param_group.get("lr", self.defaults["lr"])
+        if lr is not None:
+            check_number("learning rate lr", lr)
+        for weight in weights:
+            weight.gradients.keep_for(self)
+        for weight in weights:
+            rate = weight.gradients.rule.lr if lr is None else lr
+            super().add_param_group(param_group | {"params": [weight], "lr": rate})
+            self.state[weight]["step"] = 0
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -233,15 +240,3 @@ class TableOptimizer(torch.optim.Optimizer):
                 if not weight.gradients.is_cleared:
                     weight.gradients.step(float(group["lr"]), self.state[weight]["step"])
         return loss
-
-
-def _listed(params: Any) -> list[Any]:
-    return [params] if isinstance(params, torch.Tensor) else list(params)
-
-
-def _group(weight: Any, lr: float | None) -> dict[str, Any]:
-    if not isinstance(weight, TableWeight):
-        return {"params": [weight]}  # add_param_group refuses it
-    rate = weight.gradients.rule.lr if lr is None else lr
-    check_number(f"table {weight.gradients.name!r}: learning rate lr", rate)
-    return {"params": [weight], "lr": rate}

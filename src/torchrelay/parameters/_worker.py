@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 import weakref
 from typing import Any
@@ -53,6 +54,8 @@ class _KeyAccess(Resource):
             settings.max_unfinished,
             server.topology.transport.max_message_bytes,
         )
+        # Autograd calls from a thread of its own for each device. Reentrant, for signal handlers.
+        self._lock = threading.RLock()
         self._closed = False
         self._end = weakref.finalize(self, server.ending.worker_ends, worker_id)
         self._end.atexit = False  # the end of the process is published too
@@ -77,7 +80,7 @@ class _KeyAccess(Resource):
             values, self._dtype, written=op is _PULL or op is _PULL_ROWS
         )
         held = (keys, values) if async_op else None
-        with _torch.span(f"torchrelay.parameters.{op.name.lower()}"):
+        with _torch.span(f"torchrelay.parameters.{op.name.lower()}"), self._lock:
             return self._native.access(op, key_address, count, address, size, not async_op, held)
 
     def pull(self, keys: Any, values: Any, async_op: bool = False) -> AccessHandle | None:
@@ -144,7 +147,10 @@ class _KeyAccess(Resource):
         elements = self.server.store.elements(False, address, count)
         if elements * self._dtype.itemsize != size:
             return keys, values  # the native core reports what is wrong
-        if elements != count * self.get_key_size(int(flat[0])):
+        if (
+            not self.server.is_uniform
+            and len({self.get_key_size(key) for key in unique.tolist()}) > 1
+        ):
             raise ArgumentError(
                 "gradients with repeated keys need keys of one length; sum them before"
             )

@@ -338,13 +338,21 @@ def _receive_descriptor(address: str | Path, *, timeout_s: float) -> tuple[dict[
         ProtocolError: what listens there is not a sender, or is another user's process.
     """
     path, deadline = Path(address), time.monotonic() + timeout_s
-    while (connection := _connected(path, _seconds_until(deadline))) is None:
+    while (received := _received_from(path, deadline)) is None:
         if time.monotonic() > deadline:
             raise OperationTimeoutError(
                 f"no shared cache was sent at {path} within {timeout_s:g} s; call send() in "
                 "the process that allocated it"
             )
         time.sleep(_POLL_S)
+    return received
+
+
+def _received_from(path: Path, deadline: float) -> tuple[dict[str, Any], int] | None:
+    """Return what a sender sends; None if there is none, or it sends to another process."""
+    connection = _connected(path, _seconds_until(deadline))
+    if connection is None:
+        return None
     channel = _channel_of_this_user(connection)
     if channel is None:
         raise ProtocolError(f"the process that listens at {path} belongs to another user")
@@ -352,11 +360,11 @@ def _receive_descriptor(address: str | Path, *, timeout_s: float) -> tuple[dict[
         try:
             received = channel.receive(_seconds_until(deadline))
         except PeerLostError as error:
+            if isinstance(error.__cause__, ConnectionResetError):  # it was not accepted
+                return None
             raise ProtocolError(f"what listens at {path} is no sender: {error}") from error
         if received is None:
-            raise OperationTimeoutError(
-                f"the sender at {path} accepted but sent nothing within {timeout_s:g} s"
-            )
+            return None
         header, descriptors = received
         if not isinstance(header, dict) or len(descriptors) != 1:
             for descriptor in descriptors:

@@ -26,6 +26,7 @@ from torchrelay.switching._store import StoredModel
 __all__ = ["Catalog"]
 
 _PROFILE_PRIORITY = 1 << 30
+_MAX_LOST_BUILDS = 3  # in a row, of a model that was built before
 
 
 @dataclass(eq=False)
@@ -111,8 +112,8 @@ class Catalog:
     def build(self, pause_training: Callable[[], None]) -> None:
         """Let one idle worker build a module that it lacks; the others serve meanwhile.
 
-        A module that it could not build it tries again for a request only. Training makes way for
-        the first build of a model.
+        A module that it could not build, or that several workers in a row were lost with, is tried
+        again for a request only. Training makes way for the first build of a model.
         """
         if self._building is not None:
             return
@@ -122,7 +123,8 @@ class Catalog:
             for name, served in self.models.items():
                 outdated = worker.loaded.get(name) != served.key
                 has_failed = served.error is not None or name in worker.failed
-                if outdated and not has_failed and name not in self._leaving:
+                is_lethal = served.lost_builds >= _MAX_LOST_BUILDS
+                if outdated and not (has_failed or is_lethal or name in self._leaving):
                     self._building = worker, served
                     worker.work_for(self, self.options.start_timeout_s)
                     self.send_build(worker, served)
@@ -145,7 +147,7 @@ class Catalog:
         """Ask for a profile once the first worker has built the model."""
         self._building = None
         worker.release()
-        worker.note_built(built)
+        self.note_built(worker, built)
         served = self.models.get(built.model)
         if served is None or served.model.version != built.version:
             return
@@ -167,10 +169,24 @@ class Catalog:
         self.queue.push_back(request)
 
     def on_lost(self, worker: WorkerProcess) -> None:
-        """Fail a model whose first build took too long or killed the worker."""
+        """Handle a build that took too long or killed the worker."""
         assert self._building is not None
         served, self._building = self._building[1], None
-        if not served.ready.done():
+        self.note_lost_build(worker, served)
+
+    def note_built(self, worker: WorkerProcess, built: _messages.Built) -> None:
+        """Note whether the worker has a module now."""
+        worker.note_built(built)
+        served = self.models.get(built.model)
+        if served is not None:
+            served.lost_builds = 0
+
+    def note_lost_build(self, worker: WorkerProcess, served: Served) -> None:
+        """Fail a model if this was its first build, or one too many and no worker has it."""
+        served.lost_builds += 1
+        limit = _MAX_LOST_BUILDS if served.profiling else 1
+        has_it = any(served.name in one.loaded for one in self.fleet.workers)
+        if served.lost_builds >= limit and not has_it:
             self._fail(served, worker.loss(f"built model {served.name!r}"))
 
     def _on_profiled(self, served: Served, future: Future[Profile]) -> None:

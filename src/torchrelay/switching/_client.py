@@ -6,14 +6,17 @@ import contextlib
 import http.client
 import json
 import math
+import os
 import ssl
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 from urllib.parse import quote, urlsplit
 
 import torch
 
+from torchrelay import _native
 from torchrelay._resource import Resource
 from torchrelay.errors import (
     ArgumentError,
@@ -34,7 +37,8 @@ class Client(Resource):
     """Calls models of a server that speaks the Open Inference Protocol v2. Thread-safe; one call at
     a time.
 
-    Tensors travel in binary. The server's errors are raised as the same types here.
+    Tensors travel in binary. The server's errors are raised as the same types here. In a process
+    forked from the client's, it connects anew.
     """
 
     def __init__(
@@ -61,14 +65,13 @@ class Client(Resource):
         self.url = url
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._timeout_s = timeout_s
-        self._connection = (
-            http.client.HTTPConnection(parts.hostname, parts.port, timeout=timeout_s)
-            if parts.scheme == "http"
-            else http.client.HTTPSConnection(
-                parts.hostname, parts.port, timeout=timeout_s, context=ssl_context
-            )
-        )
+        kind: Callable[..., http.client.HTTPConnection] = http.client.HTTPConnection
+        if parts.scheme == "https":
+            kind = partial(http.client.HTTPSConnection, context=ssl_context)
+        self._connect = partial(kind, parts.hostname, parts.port, timeout=timeout_s)
+        self._connection = self._connect()
         self._lock = threading.Lock()
+        self._origin = _native.Origin()
 
     def infer(
         self,
@@ -92,7 +95,7 @@ class Client(Resource):
             parameters["priority"] = priority
         if deadline_s is not None and deadline_s != math.inf:
             if not deadline_s >= 0:
-                raise ArgumentError(f"deadline_s={deadline_s}: it must be a number of seconds, >= 0")
+                raise ArgumentError(f"deadline_s={deadline_s}: it must be a number of seconds >= 0")
             parameters["timeout"] = int(deadline_s * 1e6)
         header = json.dumps({"inputs": entries, "parameters": parameters}).encode()
         path = f"/v2/models/{quote(name, safe='')}/infer"
@@ -125,7 +128,7 @@ class Client(Resource):
 
     def close(self) -> None:
         """Close the connection. Idempotent."""
-        with self._lock:
+        with self._own_lock():
             self._connection.close()
 
     def _json(self, method: str, path: str) -> Any:
@@ -134,7 +137,7 @@ class Client(Resource):
     def _request(
         self, method: str, path: str, body: bytes, headers: dict[str, str]
     ) -> tuple[bytes, str | None]:
-        with self._lock, contextlib.ExitStack() as undo:
+        with self._own_lock(), contextlib.ExitStack() as undo:
             # Until the answer is read, the next call cannot use the connection.
             undo.callback(self._connection.close)
             try:
@@ -152,6 +155,16 @@ class Client(Resource):
         if response.status >= 400:
             raise _error(response.status, data)
         return data, response.headers.get(HEADER)
+
+    def _own_lock(self) -> threading.Lock:
+        """Return the lock of this process's connection, which is never that of its parent."""
+        if self._origin.is_forked:
+            # Closing the connection itself might wait for a lock that a thread of the parent held.
+            if self._connection.sock is not None:
+                os.close(self._connection.sock.detach())
+            self._connection, self._lock = self._connect(), threading.Lock()
+            self._origin = _native.Origin()
+        return self._lock
 
     def _response(self, *request: Any) -> http.client.HTTPResponse:
         is_new = self._connection.sock is None

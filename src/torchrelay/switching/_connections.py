@@ -46,8 +46,8 @@ MAX_CONNECTIONS = 1024
 #: Proxies keep idle connections for 60 s; if the server gave up first, it would lose requests.
 REQUEST_TIMEOUT_S = 75.0
 _HEAD_BYTES = 64 << 10
-_BODIES = 4  # bodies of the largest size that may be in memory at once
-_SMALL_BODY_BYTES = 64 << 10  # a body up to this size is read in any case
+_BODIES = 8  # bodies of the largest size that may be in memory at once
+_SMALL_BODY_BYTES = 64 << 10  # a body up to this size is read, or sent, in any case
 _ANSWERS_AT_ONCE = 8  # to one connection, before others are served
 _TICK_S = 0.1
 _LAST_S = 1.0  # after the grace, for what is still to be closed
@@ -71,6 +71,7 @@ class HttpRequest:
     path: str = ""
     headers: dict[str, str] = field(default_factory=dict)
     body: bytearray = field(default_factory=bytearray)
+    held_bytes: int = 0  # that it takes, as a body or as inputs, until it is answered
     keep_alive: bool = False
     refusal: HttpResponse | None = None  # answers it, whatever else it holds
 
@@ -130,13 +131,18 @@ class HttpServer:
         self.app = app
         self.connections: set[Connection] = set()
         self.max_connections = MAX_CONNECTIONS
-        self.body_bytes = 0  # of requests that are being read
+        self.held_bytes = 0  # of requests that are not answered, and answers that are not sent
         self.date = ""
         self.is_ending = False
         self._grace_s = grace_s
         self._ends_at = math.inf
         self._on_start = on_start
         self._has_failed = has_failed
+
+    def is_full_for(self, body_bytes: int) -> bool:
+        """Whether the memory for bodies is full, and a body of this size is not small."""
+        is_small = body_bytes <= _SMALL_BODY_BYTES
+        return not is_small and self.held_bytes > _BODIES * self.app.max_body_bytes
 
     @property
     def grace_left_s(self) -> float:
@@ -208,6 +214,7 @@ class Connection(asyncio.Protocol):
         self._is_discarding = False  # the last answer is sent; what still arrives is discarded
         self._expects_continue = False
         self._unsent_bytes = 0  # when the client was last looked at
+        self._blocked_bytes = 0  # of an answer that the client does not read
         self.waits_since = time.monotonic()  # for the client; inf: the client waits
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -224,8 +231,10 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._server.connections.discard(self)
-        self._end_reading()
-        self._ahead.clear()
+        if self._reading is not None:
+            self._release(self._reading)
+        self._clear_ahead()
+        self._note_blocked(0)
         if self._pending is not None:
             self._pending.cancel()
 
@@ -262,10 +271,16 @@ class Connection(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         self._is_blocked = True
+        self._note_blocked(self.transport.get_write_buffer_size())
 
     def resume_writing(self) -> None:
         self._is_blocked = False
+        self._note_blocked(0)
         self._start_next()
+
+    def _note_blocked(self, size_bytes: int) -> None:
+        self._server.held_bytes += size_bytes - self._blocked_bytes
+        self._blocked_bytes = size_bytes
 
     # --- what the parser calls
 
@@ -301,22 +316,22 @@ class Connection(asyncio.Protocol):
             self._refuse(request, error)
 
     def on_body(self, part: bytes) -> None:
-        """Keep a part, bounded in size; so is what all bodies that are being read take."""
+        """Keep a part, bounded in size; so is what all bodies take."""
         self._head_bytes = 0
         request, limit = self._reading, self._app.max_body_bytes
         if request is None or request.refusal is not None:
             return
         request.body += part
-        self._server.body_bytes += len(part)
+        request.held_bytes += len(part)
+        self._server.held_bytes += len(part)
         if len(request.body) > limit:
             self._refuse(request, CapacityError(f"the request body exceeds {limit} bytes"))
-        elif self._server.body_bytes > _BODIES * limit and len(request.body) > _SMALL_BODY_BYTES:
-            text = f"bodies of {_BODIES * limit} bytes are being read; try again"
-            self._refuse(request, OverloadedError(text))
+        elif self._server.is_full_for(len(request.body)):
+            self._refuse(request, self._overload())
 
     def on_message_complete(self) -> None:
         self._head_bytes = 0
-        request = self._end_reading()
+        request, self._reading = self._reading, None
         if request is not None and request.refusal is None:
             self._ahead.append(request)
 
@@ -349,15 +364,21 @@ class Connection(asyncio.Protocol):
         elif self._answering is None and not self._ahead:
             self.transport.abort()
 
-    def _end_reading(self) -> HttpRequest | None:
-        request, self._reading = self._reading, None
-        if request is not None:
-            self._server.body_bytes -= len(request.body)
-        return request
+    def _release(self, request: HttpRequest) -> None:
+        self._server.held_bytes -= request.held_bytes
+        request.held_bytes = 0
+
+    def _clear_ahead(self) -> None:
+        while self._ahead:
+            self._release(self._ahead.popleft())
+
+    def _overload(self) -> OverloadedError:
+        held_bytes = self._server.held_bytes
+        return OverloadedError(f"requests and answers take {held_bytes} bytes; try again later")
 
     def _refuse(self, request: HttpRequest, error: Exception) -> None:
         """Answer a request of which the rest, if it comes, is left out."""
-        self._server.body_bytes -= len(request.body)
+        self._release(request)
         request.body = bytearray()
         request.refusal = self._app.error(request, error)
         self._ahead.append(request)
@@ -394,8 +415,12 @@ class Connection(asyncio.Protocol):
         """Send the response to the request that is being answered; go on with the next."""
         request, self._answering, self._pending = self._answering, None, None
         self.waits_since, self._unsent_bytes = time.monotonic(), 0
+        if request is not None:
+            self._release(request)
         if request is None or self.transport.is_closing():
             return
+        if self._server.is_full_for(len(response.body)):
+            response = self._app.error(request, self._overload())
         keeps = request.keep_alive and not self._server.is_ending
         lines = [
             _STATUS_LINES[response.status],
@@ -410,7 +435,7 @@ class Connection(asyncio.Protocol):
         if keeps:
             self._start_next()
             return
-        self._ahead.clear()
+        self._clear_ahead()
         if request is not self._reading or self._server.is_ending:
             self.transport.close()
             return

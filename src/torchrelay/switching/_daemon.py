@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -114,11 +115,16 @@ class Daemon:
             self.fleet.take_channel(run.worker)
             return run.worker
 
-        worker = self.loop.call(start)
-        if worker is not None:
-            self._read_until_ended(request, worker)
-        reply: Reply = request.future.result()
-        return reply
+        thread = threading.get_ident()
+        try:
+            self.loop.waiting.add(thread)
+            worker = self.loop.call(start)
+            if worker is not None:
+                self._read_until_ended(request, worker)
+            reply: Reply = request.future.result()
+            return reply
+        finally:
+            self.loop.waiting.discard(thread)
 
     def error_of(self, served: Served) -> TorchRelayError | None:
         """Return why the model cannot answer, if it cannot. Needs no lock."""
@@ -188,11 +194,7 @@ class Daemon:
         if name is None:
             return
         served = self.catalog.models[name]
-        if (
-            self.catalog.can_run(served)
-            and served.regroup is None
-            and not self.residency.is_resident(served)
-        ):
+        if self.catalog.can_run(served) and not self.residency.is_resident(served):
             self.counts["prefetches"] += self.residency.prefetch(served)
 
     def _read_until_ended(self, request: Request, worker: WorkerProcess) -> None:

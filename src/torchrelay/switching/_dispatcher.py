@@ -51,6 +51,7 @@ class RunningBatch:
     overlaps: bool  # it runs while its model is copied, or is profiled as if it did
     started: float
     first_group: float  # when the first missing group was in place; 0: not yet
+    is_building: bool  # the worker still builds the module
 
 
 @dataclass(eq=False)
@@ -129,7 +130,9 @@ class Dispatcher:
     def on_message(self, worker: WorkerProcess, message: object, _: list[int]) -> None:
         """Complete what runs."""
         if isinstance(message, _messages.Built):  # the module that the run needed
-            worker.note_built(message)
+            self.catalog.note_built(worker, message)
+            assert self.run is not None
+            self.run.is_building = False
             return
         run = self._ended()
         worker.last_model = run.served.name
@@ -161,10 +164,12 @@ class Dispatcher:
         if can_retry and self._is_served(run) and not request.future.done():
             self.counts["retried"] += 1
             self.queue.push_back(request)
-            return
-        self.counts["failed"] += not (request.is_profile or is_batch)
-        did = f"ran model {request.model!r}; tried {request.attempts} times"
-        self._fail_run(run, worker.loss(did))
+        else:
+            self.counts["failed"] += not (request.is_profile or is_batch)
+            did = f"ran model {request.model!r}; tried {request.attempts} times"
+            self._fail_run(run, worker.loss(did))
+        if run.is_building:
+            self.catalog.note_lost_build(worker, run.served)
 
     def _fail_run(self, run: RunningBatch, error: TorchRelayError) -> None:
         """Fail what runs; the requests of a batch run again, each alone."""
@@ -200,8 +205,9 @@ class Dispatcher:
         overlaps = (bool(pinned.missing) or is_profile) and not served.runs_whole
         first_group = 0.0 if pinned.missing else now
         run_id, copied_bytes = new_id(), pinned.copied_bytes
+        builds = worker.loaded.get(served.name) != served.key
         run = RunningBatch(
-            run_id, requests, worker, served, copied_bytes, overlaps, now, first_group
+            run_id, requests, worker, served, copied_bytes, overlaps, now, first_group, builds
         )
         try:
             written, end = worker.buffers.current.write(_merged_inputs(requests), 0)
@@ -211,7 +217,7 @@ class Dispatcher:
             return False
         self.run = run
         worker.work_for(self, self.options.run_timeout_s)
-        if worker.loaded.get(served.name) != served.key:
+        if builds:
             self.catalog.send_build(worker, served)
         message = _messages.Run(
             run_id,

@@ -5,7 +5,9 @@ states.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
+import hashlib
 import importlib
 import importlib.util
 import inspect
@@ -22,7 +24,6 @@ import numpy as np
 import torch
 
 from torchrelay.errors import ArgumentError, DeferredError, ModelError, UnsupportedError
-from torchrelay.switching._layout import named_tensors
 
 __all__ = ["Factory", "hidden_tensors", "random_state", "restore_random", "seed_random"]
 
@@ -51,8 +52,11 @@ class Factory:
             ArgumentError: it cannot be named, or `kwargs` do not survive JSON.
         """
         reference = function if isinstance(function, str) else _reference_of(function)
-        if ":" not in reference:
+        module, colon, path = reference.rpartition(":")
+        if not colon:
             raise ArgumentError(f"{reference!r} names no function: write package.module:function")
+        if module.endswith(".py"):
+            reference = f"{Path(module).resolve()}:{path}"  # for workers in other folders too
         plain = dict(kwargs or {})
         try:
             same = json.loads(json.dumps(plain)) == plain
@@ -63,7 +67,7 @@ class Factory:
                 f"the arguments of {reference} must be JSON values (numbers, strings, lists, "
                 f"dicts), not {plain}"
             )
-        return cls(reference, plain, seed)
+        return cls(reference, copy.deepcopy(plain), seed)
 
     def build(self) -> Any:
         """Call the function with the seed set, leaving the caller's random state as it was.
@@ -73,7 +77,7 @@ class Factory:
         """
         function = self._resolve()
         with self._calling():
-            return function(**self.kwargs)
+            return function()
 
     def build_module(self) -> torch.nn.Module:
         """Call the function and check that it returned a module."""
@@ -86,7 +90,7 @@ class Factory:
         function = self._resolve()
         # Not every initialisation can be recorded; the eager one always can be run.
         with self._calling(), contextlib.suppress(UnsupportedError, DeferredError):
-            module = self._checked(deferred_init(function, **self.kwargs))
+            module = self._checked(deferred_init(function))
             if next(hidden_tensors(module), None) is None:
                 return module
         return self.build_module()
@@ -115,7 +119,8 @@ class Factory:
                 )
         return built
 
-    def _resolve(self) -> Callable[..., Any]:
+    def _resolve(self) -> Callable[[], Any]:
+        """Return the function, bound to arguments that it may change."""
         module_name, _, path = self.reference.rpartition(":")
         try:
             load = _load_file if module_name.endswith(".py") else importlib.import_module
@@ -128,11 +133,11 @@ class Factory:
             raise ArgumentError(
                 f"{self.reference} is a {type(found).__name__}, which cannot be called"
             )
-        return found  # type: ignore[no-any-return]
+        return functools.partial(found, **copy.deepcopy(self.kwargs))
 
 
 def _load_file(path: str) -> ModuleType:
-    name = "torchrelay_models_" + "".join(c if c.isalnum() else "_" for c in path)
+    name = f"torchrelay_models_{hashlib.sha256(path.encode()).hexdigest()[:16]}"
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, path)
         if spec is None or spec.loader is None:
@@ -174,16 +179,16 @@ def _is_findable(module: str) -> bool:
 
 def hidden_tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:
     """Yield the tensors that `module` keeps where a skeleton cannot replace them: in lists, tuples
-    and dicts, in other objects, in partial functions, and in modules that are not registered.
+    and dicts, in other objects, in functions, and in modules that are not registered. They may be
+    parameters of it as well.
     """
-    known = {id(tensor) for _, tensor in named_tensors(module)}
     seen = {id(submodule) for submodule in module.modules()}
     own = ("_parameters", "_buffers", "_modules", "_flat_weights")
     found = [
         value
         for submodule in module.modules()
         for name, value in vars(submodule).items()
-        if name not in own
+        if name not in own and not isinstance(value, torch.Tensor)
     ]
     while found:
         value = found.pop()
@@ -191,8 +196,7 @@ def hidden_tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:
             continue
         seen.add(id(value))
         if isinstance(value, torch.Tensor):
-            if id(value) not in known:
-                yield value
+            yield value
         elif isinstance(value, Mapping):
             found += value.values()
         elif isinstance(value, list | tuple | set | frozenset):
@@ -201,6 +205,11 @@ def hidden_tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:
             found += [value.func, *value.args, *value.keywords.values()]
         elif inspect.ismethod(value):
             found.append(value.__self__)
+        elif inspect.isfunction(value):
+            found += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+            for cell in value.__closure__ or ():
+                with contextlib.suppress(ValueError):  # it is empty
+                    found.append(cell.cell_contents)
         elif not inspect.isroutine(value) and not type(value).__module__.startswith("torch._"):
             found += getattr(value, "__dict__", {}).values()
 

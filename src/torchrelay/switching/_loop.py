@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from torchrelay import _native
+from torchrelay import _native, _torch
 from torchrelay.errors import UnavailableError
 
 try:
@@ -44,9 +44,11 @@ class Loop:
         self.decide = decide
         self._crashed = crashed
         self.on_end: Callable[[], None] = lambda: None  # called once, without the lock
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # so that a signal handler does not wait for its own thread
+        self._owner = 0  # the thread that changes the state
         self._settled: list[Callable[[], object]] = []
         self._reporting: list[int] = []  # threads; one may be listed several times
+        self.waiting: set[int] = set()  # threads in Daemon.run, which others may wait for
         self._channels = select.epoll()  # read by the event loop, changed by any thread
         self._readers: dict[int, Callable[[], None]] = {}
         self._wakes_at = math.inf  # the time of the next decision, at the latest
@@ -80,22 +82,31 @@ class Loop:
         return future
 
     def call(self, function: Callable[[], T]) -> T:
-        """Return the value of `function`, which owns the state; then let the daemon decide. Not
-        reentrant.
+        """Return the value of `function`, which owns the state; then let the daemon decide.
 
         Raises:
-            UnavailableError: the loop has ended, or this process was forked from the loop's.
+            UnavailableError: the loop has ended, this process was forked from the loop's, or a
+                signal handler calls this in the middle of another call.
         """
         if self.is_foreign:
             raise UnavailableError(
                 "the switcher belongs to the process that made it, and this one was forked from "
                 "that; make a switcher here, or call the parent's over HTTP"
             )
+        if _torch.fake_mode_active():  # it would make the daemon's tensors without memory
+            with _torch.plain_torch():
+                return self.call(function)
         settled: list[Callable[[], object]] = []
         try:
             with self._lock:
+                if self._owner:
+                    raise UnavailableError(
+                        "a signal handler called the switcher in the middle of another call; set a "
+                        "flag there, or start a thread"
+                    )
                 if self._stopping:
                     raise UnavailableError("the switcher is closed")
+                self._owner = threading.get_ident()
                 try:
                     return function()
                 except Exception:
@@ -108,6 +119,7 @@ class Loop:
                         self._decide()
                     finally:
                         settled, self._settled = self._settled, settled
+                        self._owner = 0
         finally:
             if settled:
                 self._report(settled)
@@ -133,13 +145,20 @@ class Loop:
         self._settled.append(function)
 
     def check_can_wait(self) -> None:
-        """Raise :class:`UnavailableError` in a thread that others wait for: the loop's, and one
-        that reports results.
+        """Raise :class:`UnavailableError` in a thread that others wait for: the loop's, one that
+        reports results, and, in a signal handler, one that changes the state or is in `waiting`.
         """
-        if self.is_own_thread or threading.get_ident() in self._reporting:
+        thread = threading.get_ident()
+        if (
+            self.is_own_thread
+            or thread == self._owner
+            or thread in self._reporting
+            or thread in self.waiting
+        ):
             raise UnavailableError(
-                "this call would wait in the thread that answers requests: in a future's callback "
-                "or a coroutine of run(), use submit()"
+                "this call would wait in a thread that answers requests: in a future's callback or "
+                "a coroutine of run(), use submit(); in a signal handler, set a flag or start a "
+                "thread"
             )
 
     def watch(self, descriptor: int, ready: Callable[[], None]) -> None:

@@ -43,6 +43,7 @@ class Served:
     regroup: Grouped | None = None  # applied once no copy or request uses the old groups
     runs_whole: bool = False  # requests start when all groups have arrived
     error: TorchRelayError | None = None
+    lost_builds: int = 0  # in a row: workers that were lost as they built it
     # Of the replies so far, by kind: how many, and the seconds of their parts.
     counts: Counter[str] = field(default_factory=Counter)
     seconds: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))

@@ -283,9 +283,9 @@ def _check_hidden(name: str, module: torch.nn.Module, storages: list[ModelStorag
     for tensor in hidden_tensors(module):
         if tensor.layout is torch.strided and tensor.untyped_storage().data_ptr() in loaded:
             raise UnsupportedError(
-                f"model {name!r} keeps a view of a weight, of shape {tuple(tensor.shape)}, in a "
-                "list, a helper object or a function: workers would not see the values of "
-                "`weights` there. Make the view in forward, or an attribute of a module"
+                f"model {name!r} keeps a weight or a view of it, of shape {tuple(tensor.shape)}, "
+                "in a list, a helper object or a function: workers would not see the values of "
+                "`weights` there. Read it in forward, or make it an attribute of a module"
             )
 
 

@@ -31,7 +31,7 @@ from torchrelay.switching._planner import measure_link
 from torchrelay.switching._queue import Reply, Request
 from torchrelay.switching._scheduler import TrainingHandle
 from torchrelay.switching._store import ModelStore, StoredModel
-from torchrelay.switching._tensors import check_tensors
+from torchrelay.switching._tensors import check_mode, check_tensors
 
 __all__ = ["Switcher"]
 
@@ -90,7 +90,7 @@ class Switcher(Resource):
             priority: models of higher priority stay in the arena longer; from -1000 to 1000.
 
         Raises:
-            ArgumentError: the priority is out of bounds.
+            ArgumentError: the priority is out of bounds, or FakeTensorMode is on.
             CapacityError: the model is larger than the arena, or its example inputs than
                 `request_bytes`.
             ModelError: its factory or its first run failed.
@@ -99,6 +99,7 @@ class Switcher(Resource):
             UnavailableError: no worker starts, or a future's callback called this.
         """
         self._daemon.loop.check_can_wait()
+        check_mode()
         _check_priority(priority)
         model = self._store.get(name)
         self._check_size(
@@ -180,9 +181,10 @@ class Switcher(Resource):
         """Queue a request and return the future of its reply. Cancelling the future takes it off
         the queue.
 
-        The future's callbacks run in the thread that answers requests. There, and in a coroutine of
-        :meth:`run`, :meth:`infer`, :meth:`load` and :meth:`close` raise UnavailableError, as they
-        would wait for that thread; :meth:`submit` does not wait.
+        The future's callbacks run in the thread that answers requests. There, in a coroutine of
+        :meth:`run`, and in a signal handler that interrupts :meth:`infer`, the methods
+        :meth:`infer`, :meth:`load` and :meth:`close` raise UnavailableError, as they would wait for
+        their own thread; :meth:`submit` does not wait.
 
         Args:
             priority: from -1000 to 1000. Higher ones run first, however long lower ones wait.

@@ -24,6 +24,7 @@ __all__ = [
     "DATATYPES",
     "HEADER",
     "Body",
+    "check_mode",
     "check_tensors",
     "datatype_of",
     "decode",
@@ -78,8 +79,15 @@ def datatype_of(dtype: torch.dtype) -> str:
     return _NAMES[dtype]
 
 
+def check_mode() -> None:
+    """Raise :class:`ArgumentError` where torch makes tensors without memory."""
+    if _torch.fake_mode_active():
+        raise ArgumentError("call outside of FakeTensorMode: tensors have no memory within it")
+
+
 def check_tensors(inputs: object) -> None:
     """Raise :class:`ArgumentError` unless `inputs` are dense tensors by name."""
+    check_mode()
     if not isinstance(inputs, Mapping):
         raise ArgumentError(
             f"the inputs are a {type(inputs).__name__}; pass a dict of tensors by name, such as "

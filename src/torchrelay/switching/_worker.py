@@ -297,8 +297,9 @@ def main() -> None:
     threads, workers, socket_fd, arena, *requests = map(int, numbers)
     # The daemon may be killed while a request computes for long.
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    # Ctrl-C reaches the whole group; the daemon decides.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Ctrl-C, and systemd's SIGTERM, reach the whole group; the daemon decides.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     if threads:
         torch.set_num_threads(threads)
     channel = Channel(socket.socket(fileno=socket_fd))

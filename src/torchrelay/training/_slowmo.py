@@ -10,6 +10,7 @@ parameters over all ranks and applies the slow momentum.
 from __future__ import annotations
 
 import copy
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -72,13 +73,9 @@ def slowmo_hook(state: SlowMoState, bucket, output=None):  # type: ignore[no-unt
             return allreduce_hook(state.subgroup, bucket)  # type: ignore[arg-type]
         return noop_hook(None, bucket)
     if state.sync_grads:
-        dist.all_reduce(_divide(bucket, state.subgroup), group=state.subgroup)
+        bucket.div_(dist.get_world_size(state.subgroup))  # before the sum: float16 may overflow
+        dist.all_reduce(bucket, group=state.subgroup)
     return None
-
-
-def _divide(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """Divide before the sum, so that a float16 gradient does not overflow."""
-    return tensor.div_(dist.get_world_size(group))
 
 
 class SlowMomentumOptimizer(Optimizer):
@@ -122,9 +119,12 @@ class SlowMomentumOptimizer(Optimizer):
         self._set_anchors()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return all but hooks, which the base class leaves out of copies, too."""
-        hooks = "_optimizer_"
-        return {name: value for name, value in vars(self).items() if not name.startswith(hooks)}
+        """Return all but hooks and a scheduler's ``step``, which is bound to this object."""
+        return {
+            name: value
+            for name, value in vars(self).items()
+            if name != "step" and not name.startswith("_optimizer_")
+        }
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SlowMomentumOptimizer:
         """Copy with the base optimizer and the parameters; the process group is shared."""
@@ -266,17 +266,32 @@ def average_parameters(
     """Replace each tensor by its mean over the ranks of ``group``, with equal bits on all ranks.
 
     Collective. All ranks pass tensors of the same shapes and dtypes in the same order. Local
-    tensors of a DTensor are averaged with the same shard of other ranks.
+    tensors of a DTensor are averaged with the same shard of other ranks. After an error, each
+    tensor has either its old values or their mean.
     """
-    sums = []
+    size = dist.get_world_size(group)
+    running: deque[tuple[torch.Tensor, torch.Tensor, Any]] = deque()
+    running_bytes = 0
     for tensor in filter(torch.numel, (_local(param.detach()) for param in params)):
-        # Float32 and wider ones are averaged in place, if they are contiguous.
         wide = torch.promote_types(tensor.dtype, torch.float32)
-        mean = _divide(tensor.to(wide).contiguous(), group)
-        sums.append((tensor, mean, dist.all_reduce(mean, group=group, async_op=True)))
-    for tensor, mean, work in sums:
-        work.wait()
-        tensor.copy_(mean)
+        mean = tensor.to(wide).contiguous().div(size)
+        running.append((tensor, mean, dist.all_reduce(mean, group=group, async_op=True)))
+        running_bytes += mean.nbytes
+        while running_bytes > _COPIED_BYTES:
+            running_bytes -= _finish(*running.popleft())
+    for one in running:
+        _finish(*one)
+
+
+# How many bytes are averaged at a time, in copies.
+_COPIED_BYTES = 64 << 20
+
+
+def _finish(tensor: torch.Tensor, mean: torch.Tensor, work: Any) -> int:
+    """Replace ``tensor`` by ``mean`` once ``work`` is done; return the bytes of ``mean``."""
+    work.wait()
+    tensor.copy_(mean)
+    return mean.nbytes
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

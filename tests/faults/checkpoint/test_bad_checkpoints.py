@@ -335,6 +335,26 @@ def test_a_lost_folder_for_saving_is_an_error(tmp_path: Path) -> None:
     transaction.discard()
 
 
+def test_a_file_that_is_given_up_frees_its_space(tmp_path: Path) -> None:
+    """So that a full disk has room for the note that says so."""
+    transaction = open_transaction(tmp_path / "x", fsync=False)
+    transaction.begin()
+    sink = transaction.create(MADE.DATA)
+    sink.write(0, memoryview(bytes(10_000)))
+    sink.abort()
+    assert (tmp_path / ".x.torchrelay-saving" / MADE.DATA).stat().st_size == 0
+    transaction.discard()
+
+
+def test_a_reader_that_is_dropped_leaves_no_file_open() -> None:
+    opened = len(os.listdir("/proc/self/fd"))
+    reader = Reader(FOLDER / "good")
+    reader.read_metadata()
+    assert len(os.listdir("/proc/self/fd")) > opened
+    del reader
+    assert len(os.listdir("/proc/self/fd")) == opened
+
+
 @pytest.mark.parametrize("name", ["manifest.json", MADE.DATA, "model.safetensors", ".metadata"])
 def test_a_fifo_does_not_hang(tmp_path: Path, name: str) -> None:
     shutil.copytree(FOLDER / "good", tmp_path / "x")

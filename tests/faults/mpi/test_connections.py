@@ -83,6 +83,22 @@ def test_a_rank_that_receives_nothing_for_long_gets_every_message(tmp_path: Path
     assert job.code == 0, job.output
 
 
+def test_a_rank_ends_once_its_messages_are_sent(tmp_path: Path) -> None:
+    job = run(
+        tmp_path,
+        """
+        if comm.rank == 0:
+            comm.Send(torch.full((LENGTH,), 3.0), 1)
+            tell("sent")
+        else:
+            wait_until_told("sent")
+            time.sleep(3)  # three times what a connection that is closed waits for its receiver
+            assert (comm.Recv(torch.empty(LENGTH), 0) == 3).all()
+        """,
+    )
+    assert job.code == 0, job.output
+
+
 def test_messages_lost_with_their_connection_are_an_error_on_both_ranks(tmp_path: Path) -> None:
     job = run(
         tmp_path,

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from multi.mpi.runner import GROUPS, LIBRARIES, SCRIPT_S, mpirun, prefix, run_script
+from multi.mpi.runner import GROUPS, LIBRARIES, SCRIPT_HEAD, SCRIPT_S, mpirun, prefix, run_script
 
 pytestmark = [
     pytest.mark.parametrize("library", [*LIBRARIES, *GROUPS]),
@@ -67,6 +67,11 @@ MISMATCHES = {
         "comm.Iallgather(torch.ones(2, 3 + comm.rank), 0).Wait()",
         ("float32 (2, 3)", "float32 (2, 4)"),
     ),
+    "recorded or not, in debug mode": (
+        "with changed(debug=True), torch.set_grad_enabled(comm.rank == 0):\n"
+        "    comm.Iallreduce(x, mpi.MPI_SUM).Wait()",
+        ("Iallreduce(SUM)", "not recorded by autograd"),
+    ),
     "one step and two": (
         "comm.Allreduce(x, mpi.MPI_SUM) if comm.rank else comm.Iallreduce(x, mpi.MPI_SUM).Wait()\n"
         "comm.Barrier()",
@@ -80,6 +85,7 @@ def test_calls_that_do_not_match_end_on_every_rank(library: str, tmp_path: Path,
     calls, named = MISMATCHES[name]
     body = f"""
 from torchrelay.errors import MismatchError
+from torchrelay.mpi._settings import changed
 big = torch.ones(20000)
 try:
 {textwrap.indent(calls, "    ")}
@@ -251,6 +257,25 @@ for added in json.load(sys.stdin):
     assert job.returncode != 0 and "UnavailableError: WORLD_SIZE=2" in job.stderr
 
 
+def test_mpi4py_imported_by_ranks_of_a_group_is_no_world(library: str, tmp_path: Path) -> None:
+    if library != "sml":
+        pytest.skip("the same for every group")
+    prefix("openmpi")
+    script = tmp_path / "script.py"
+    script.write_text("""
+from mpi4py import MPI
+import torch
+from torchrelay import mpi
+comm = mpi.COMM_WORLD
+assert mpi.MPI_PROC_NULL == MPI.PROC_NULL
+assert comm.Allreduce(torch.ones(()), mpi.MPI_SUM) == comm.size == 2
+""")
+    for environ in ({}, {"TORCHELASTIC_RUN_ID": "1", "PMIX_RANK": "0"}):
+        environ["OMPI_MCA_btl"] = "self"  # leaves no shared memory behind
+        job = mpirun(library, 2, str(script), timeout_s=SCRIPT_S, fresh=True, **environ)
+        assert job.code == 0, job.output
+
+
 def test_launcher_of_the_other_mpi_is_refused(library: str, tmp_path: Path) -> None:
     if library != "openmpi":
         pytest.skip("MPICH itself aborts under Open MPI's launcher")
@@ -274,3 +299,13 @@ def test_launcher_of_the_other_mpi_is_refused(library: str, tmp_path: Path) -> N
     )
     assert job.returncode != 0 and "must not get here" not in job.stdout, job.stdout
     assert "UnavailableError" in job.stderr and "mpirun -n 2" in job.stderr, job.stderr
+
+
+def test_a_setting_of_pmix_makes_no_worker(library: str, tmp_path: Path) -> None:
+    """As images with Open MPI have; ``multiprocessing`` starts the ranks of groups here."""
+    if library not in ("sml", "gloo"):
+        pytest.skip("the launchers of MPI set more than this")
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT_HEAD + "assert comm.Allreduce(x, mpi.MPI_SUM).tolist() == [2.0] * 3\n")
+    job = mpirun(library, 2, str(script), timeout_s=SCRIPT_S, PMIX_MCA_gds="hash")
+    assert job.code == 0, job.output

@@ -99,6 +99,18 @@ def test_a_worker_killed_while_it_computes_is_replaced_and_the_request_runs_agai
     assert pid not in pids(switcher, "standby") and not Path(f"/proc/{pid}").exists()
 
 
+def test_a_worker_leaves_sigterm_to_the_daemon(switcher: Switcher) -> None:
+    """systemd sends it to every process of a service."""
+    two_standby(switcher)
+    before = sorted(pids(switcher, "standby"))
+    future = switcher.submit("slow", slow_inputs(1.0))
+    for pid in before:
+        os.kill(pid, signal.SIGTERM)
+    future.result(WAIT_S)
+    two_standby(switcher)
+    assert sorted(pids(switcher, "standby")) == before
+
+
 def test_a_worker_killed_during_a_copy_leaves_the_arena_right(switcher: Switcher) -> None:
     two_standby(switcher)
     expected = switcher.infer("chain", {"x": X})["output"]
@@ -179,6 +191,29 @@ def test_builds_that_are_killed_and_then_succeed_are_forgotten(
         kills += kill_while_loading(switcher)
         assert switcher.infer("chain", {"x": X})["output"].shape == (1, 64)
         assert all(switcher.is_ready(name) for name in store.names())
+
+
+def test_a_model_whose_later_builds_kill_their_workers_fails_alone(
+    store: ModelStore, tmp_path: Path
+) -> None:
+    broken = tmp_path / "broken"
+    inputs = {"x": (torch.float32, (-1, 8)), "seconds": (torch.float32, ())}
+    store.add("brittle", models.brittle, kwargs={"broken": str(broken)}, inputs=inputs)
+    with Switcher(
+        store, arena_bytes=600 << 10, threads=1, workers=1, start_timeout_s=WAIT_S
+    ) as made:
+        for name in ("brittle", "slow"):
+            made.load(name, timeout_s=WAIT_S)
+        broken.touch()
+        os.kill(made.status()["workers"][0]["pid"], signal.SIGKILL)
+        with pytest.raises(PeerLostError, match="SIGKILL while it built model 'brittle'"):
+            made.submit("brittle", slow_inputs(0.0)).result(WAIT_S)
+        assert made.submit("slow", slow_inputs(0.0)).result(WAIT_S).version == 1
+        assert not made.is_ready("brittle") and made.status()["worker_deaths"] >= 3
+        broken.unlink()
+        made.load("brittle", timeout_s=WAIT_S)
+        assert made.infer("brittle", slow_inputs(0.0))["output"].shape == (1, 8)
+    store.remove("brittle")
 
 
 def test_workers_that_do_not_start_are_tried_again(

@@ -69,3 +69,22 @@ def test_ddp_on_cuda(world: World) -> None:
     module = torch.nn.parallel.DistributedDataParallel(plain, device_ids=[device])
     module(torch.full((4, 100), float(world.rank), device=device)).sum().backward()
     assert plain.weight.grad is not None and plain.weight.grad.eq(2).all()
+
+
+@pytest.mark.processes(1)
+def test_cuda_tensors_go_to_nccl_beside_sml(world: World) -> None:
+    dist.init_process_group(
+        "cuda:nccl,cpu:sml", store=world.connect(60), rank=world.rank, world_size=world.size
+    )
+    device = torch.device("cuda", torch.cuda.current_device())
+    on_gpu, on_host = torch.ones(100, device=device), torch.ones(100)
+    for tensor in (on_gpu, on_host):
+        dist.all_reduce(tensor)
+        assert tensor.eq(1).all()
+    outs = [torch.zeros(100, device=device)]
+    dist.all_gather(outs, on_gpu)
+    assert outs[0].eq(1).all()
+    module = torch.nn.parallel.DistributedDataParallel(
+        torch.nn.Linear(8, 8, device=device), device_ids=[device]
+    )
+    module(torch.ones(4, 8, device=device)).sum().backward()

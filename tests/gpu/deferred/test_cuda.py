@@ -120,6 +120,49 @@ def test_values_of_the_cpu_generator_can_go_to_cuda() -> None:
     assert torch.equal(weight.cpu(), eager.weight[50:100])
 
 
+def test_what_was_recorded_for_an_absent_device_goes_to_a_present_one() -> None:
+    absent = f"cuda:{torch.cuda.device_count()}"
+    torch.manual_seed(5)
+    eager = nn.Linear(300, 200)
+    for shard in (None, lambda name, tensor: (slice(50, 100),)):
+        torch.manual_seed(5)
+        module = deferred_init(nn.Linear, 300, 200, device=absent)
+        materialize_module(module, device="cuda", shard=shard)
+        assert module.weight.is_cuda
+        expected = eager.weight if shard is None else eager.weight[50:100]
+        assert torch.equal(module.weight.cpu(), expected)
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers(kind: Any) -> None:
+    def build() -> Any:
+        return nn.Sequential(kind(30, 20, 2, device="cuda"), kind(20, 10).cuda())
+
+    torch.manual_seed(5)
+    eager = build()
+    torch.manual_seed(5)
+    module = deferred_init(build)
+    materialize_module(module)
+    for name, tensor in eager.state_dict().items():
+        assert torch.equal(module.state_dict()[name], tensor), name
+    x = torch.randn(7, 2, 30, device="cuda")
+    module[0].flatten_parameters()
+    assert torch.equal(module[0](x)[0], eager[0](x)[0])
+
+
+def test_an_exception_resets_the_generator() -> None:
+    def fail() -> None:
+        torch.cuda.manual_seed(7)
+        torch.randn(3, device="cuda")
+        raise KeyError("on purpose")
+
+    torch.rand(3, device="cuda")
+    before = torch.cuda.get_rng_state()
+    with pytest.raises(KeyError):
+        deferred_init(fail)
+    assert torch.equal(torch.cuda.get_rng_state(), before)
+
+
 def test_cuda_after_the_fact() -> None:
     torch.manual_seed(5)
     eager = nn.Linear(300, 200).cuda().half()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from grads import grad_of
 from torchrelay import mpi
-from torchrelay.errors import ArgumentError
+from torchrelay.errors import ArgumentError, MismatchError
 from torchrelay.mpi import Communicator
 from torchrelay.world import World
 
@@ -32,7 +32,7 @@ def ranks(size: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
 
 
 def connected(world: World) -> Communicator:
-    torch.cuda.set_device(world.rank)
+    torch.cuda.set_device(world.rank % DEVICES)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl", store=world.connect(), rank=world.rank, world_size=world.size
     )
@@ -107,3 +107,18 @@ def test_values_are_there_before_they_are_sent(world: World) -> None:
         for _ in range(20):
             x = x * 2 - 1
         assert comm.Allreduce(x, mpi.MPI_SUM).eq(comm.size).all()
+
+
+@pytest.mark.processes(2)
+def test_tensors_of_different_devices_are_refused(world: World) -> None:
+    """Before NCCL connects, so one device suffices."""
+    comm = connected(world)
+    x = torch.ones(1000, device="cuda" if comm.rank else "cpu")
+    for call in (
+        lambda: comm.Scatter(x, 0, 500, 0),
+        lambda: comm.Allreduce(x, mpi.MPI_SUM),
+        lambda: comm.Allgather(x, 0),
+    ):
+        with torch.no_grad(), pytest.raises(MismatchError, match="on cuda"):
+            call()
+    assert comm.Allreduce(x[:3], mpi.MPI_SUM).tolist() == [2.0] * 3  # in the header

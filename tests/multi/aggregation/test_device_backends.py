@@ -8,6 +8,7 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import distributed_c10d as c10d
 
 from torchrelay import aggregation
@@ -91,6 +92,8 @@ def test_several_backends_in_one_group(world: World) -> None:
     assert dist.group.WORLD is not None
     assert set(dist.group.WORLD._device_types) == {CPU, CUDA}
     check_both(dist.group.WORLD, world, ("sml", "gloo"))
+    with FakeTensorMode():
+        dist.all_reduce(torch.ones(2, device="cuda:0"))  # reaches the operator of a plain group
     for text, names in (
         ("cpu:gloo,cuda:sml", ("gloo", "sml")),
         ("cuda:gloo,cpu:sml", ("sml", "gloo")),

@@ -56,6 +56,22 @@ def test_the_dummy_plane_answers_alone(world: World) -> None:
 
 
 @pytest.mark.processes(2)
+def test_autograd_does_not_record_the_dummy_plane(world: World) -> None:
+    start(world, aggregation.Options(plane="dummy"))
+    parameter = torch.nn.Parameter(torch.ones(3))
+    dist.all_reduce(parameter)
+    assert parameter.eq(2).all() and parameter.is_leaf
+    outs = [torch.zeros(3) for _ in range(2)]
+    dist.all_gather(outs, parameter)
+    assert all(out.eq(2).all() and not out.requires_grad for out in outs)
+    with torch.inference_mode():
+        inference = torch.ones(3)
+    dist.all_reduce(inference)
+    dist.scatter(inference, [outs[0], outs[1]] if world.rank == 0 else None)
+    assert inference.eq(2).all()
+
+
+@pytest.mark.processes(2)
 def test_ddp_over_the_dummy_plane_is_one_process_training(world: World) -> None:
     start(world, aggregation.Options(plane="dummy", dummy_bandwidth=1000.0))
     torch.manual_seed(0)

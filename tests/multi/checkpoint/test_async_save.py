@@ -258,6 +258,26 @@ def test_a_save_inside_a_save_is_refused(tmp_path: Path, state: dict[str, Any]) 
     assert _loaded(tmp_path / "step") == 0.0 and os.listdir(tmp_path) == ["step"]
 
 
+def test_a_wait_inside_a_wait_is_refused(
+    tmp_path: Path, state: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by the handler of a signal, which would wait for the thread that it interrupts."""
+    handle = async_save(state, tmp_path / "step")
+    receive = Channel.receive
+
+    def interrupted(self: Channel, timeout_s: float | None = None) -> Any:
+        monkeypatch.undo()
+        assert not handle.done()
+        for wait in (lambda: handle.result(1), lambda: async_save(state, tmp_path / "inside")):
+            with pytest.raises(ArgumentError, match="this thread is waiting for the save already"):
+                wait()
+        return receive(self, timeout_s)
+
+    monkeypatch.setattr(Channel, "receive", interrupted)
+    assert handle.result(60) == str(tmp_path / "step")
+    assert handle.done() and os.listdir(tmp_path) == ["step"]
+
+
 def test_what_is_staged_stays_after_a_wait_that_was_interrupted(
     tmp_path: Path, state: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -390,6 +410,31 @@ def test_each_rank_says_why_its_save_failed(tmp_path: Path, world: World) -> Non
         handle.result(60)
     dist.barrier()
     assert latest(tmp_path) == str(tmp_path / "late")
+    _writer.close()
+
+
+@pytest.mark.processes(2)
+def test_an_error_comes_before_that_another_rank_is_missing(tmp_path: Path, world: World) -> None:
+    """As on a disk that is too full for the notes of other ranks, too."""
+    import torch.distributed as dist
+
+    _start(world)
+    state = {f"w{world.rank}": torch.ones(1000)}
+    async_save(state, tmp_path / "good").result(60)
+    pid = _stopped_writer()
+    handle = async_save(state, tmp_path / "full")
+    dist.barrier()
+    if world.rank == 0:
+        folder = tmp_path / ".full.torchrelay-saving"
+        (folder / "data-00000-00000.safetensors").touch()
+        (folder / "torchrelay-part-00001.json").write_text("{")
+        os.kill(pid, signal.SIGCONT)
+        with pytest.raises(StorageError, match=r"rank 0: creating .*data-00000-00000"):
+            handle.result(60)
+    dist.barrier()
+    os.kill(pid, signal.SIGCONT)
+    with pytest.raises(StorageError):
+        handle.result(60)
     _writer.close()
 
 

@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +21,7 @@ from torchrelay.errors import (
     MismatchError,
     PeerLostError,
     StorageError,
+    UnavailableError,
 )
 from torchrelay.world import World
 
@@ -111,6 +114,25 @@ def test_a_target_that_one_rank_cannot_fill(tmp_path: Path, world: World) -> Non
         with pytest.raises(ArgumentError, match=f"^rank 1: b: .*{message}"):
             load(state, tmp_path / "good")
         assert not state["a"].any() and not state["w"].to_local().any()
+
+
+@pytest.mark.processes(2)
+def test_what_the_coordinator_alone_fails_at_fails_on_all_ranks(
+    tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torchrelay.checkpoint import load, save
+
+    _start(world)
+    save({"w": _rows(1.0)}, tmp_path / "x", fsync=False, checksum=False)
+    state = {"w": _rows(0.0)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # of a checkpoint without checksums
+        with pytest.raises(PeerLostError, match=r"UserWarning: rank 0: .*checksum=False"):
+            load(state, tmp_path / "x")
+    assert not state["w"].to_local().any()
+    monkeypatch.setitem(sys.modules, "rich", None)  # of the progress bar
+    with pytest.raises(UnavailableError, match="a progress bar needs rich"):
+        load(state, tmp_path / "x", verify="header", progress=True)
 
 
 @pytest.mark.processes(3)

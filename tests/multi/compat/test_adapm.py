@@ -59,6 +59,7 @@ def test_under_the_originals_variables(world: World) -> None:
         os.environ.pop(name)
     os.environ.update(DMLC_NUM_SERVER="2", DMLC_PS_ROOT_URI="127.0.0.1")
     os.environ["DMLC_PS_ROOT_PORT"] = str(world.master_port)
+    os.environ["TORCHRELAY_PARAMETERS_TIMEOUT_S"] = "inf"
     if world.rank == 2:
         os.environ["DMLC_ROLE"] = "scheduler"
         adapm.scheduler(120, 1)

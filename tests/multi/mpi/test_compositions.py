@@ -5,6 +5,7 @@ workers.
 # ruff: noqa: B023 - functions made in a loop are called in the same round of it
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterator
 
@@ -210,6 +211,27 @@ def test_messages_in_transforms_are_refused(comm: Communicator) -> None:
         ):
             with pytest.raises(UnsupportedError, match="use Sendrecv or a collective"):
                 transformed()
+
+
+@mpi_test(SIZES)
+def test_what_has_no_derivative_runs_in_transforms(comm: Communicator) -> None:
+    functions: tuple[Callable[[Tensor], Tensor], ...] = (
+        lambda t: comm.Allreduce(t.long(), mpi.MPI_SUM),
+        lambda t: comm.Allreduce(t, mpi.MPI_LAND),
+        lambda t: comm.Allreduce(t, mpi.MPI_MAXLOC).ranks,
+        lambda t: comm.Scan((t > 2).int(), mpi.MPI_BXOR),
+        lambda t: comm.Allgather(t > 2, 0)[comm.rank * len(t) :][: len(t)],
+        lambda t: comm.Sendrecv(t.long(), comm.rank, comm.rank),
+    )
+    x = (torch.arange(6.0).view(3, 2) + comm.rank).double()
+    for function in functions:
+        slope = functools.partial(lambda f, t: (t * f(t)).sum(), function)
+        rows = torch.stack([function(row) for row in x])
+        assert torch.equal(torch.vmap(function)(x), rows)
+        assert torch.equal(torch.func.grad(slope)(x), function(x).double())
+        assert torch.equal(torch.vmap(torch.func.grad(slope))(x), rows.double())
+        _, tangent = torch.func.jvp(slope, (x,), (torch.ones_like(x),))[:2]
+        assert tangent == function(x).sum()
 
 
 @mpi_test(SIZES)

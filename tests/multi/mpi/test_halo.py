@@ -14,6 +14,7 @@ from multi.mpi.reference import (
 from multi.mpi.runner import mpi_test
 from torchrelay import mpi
 from torchrelay.mpi import Communicator
+from torchrelay.mpi._settings import changed
 
 
 @functools.cache
@@ -36,6 +37,18 @@ def test_values(comm: Communicator) -> None:
     padded = torch.nn.functional.pad(padded, (1, 1))
     ours = cart.Halo_exchange(whole[top : top + rows, left : left + columns])
     assert torch.equal(ours, padded[top : top + rows + 2, left : left + columns + 2])
+
+
+@mpi_test((1, 2, 3))
+def test_debug_mode_takes_no_halo_for_a_message(comm: Communicator) -> None:
+    cart = grid(comm, True)
+    below, above = cart.neighbors[0]
+    with changed(debug=True, timeout_s=60.0), torch.no_grad():
+        receiving = cart.Irecv(torch.empty(5), below)
+        cart.Halo_exchange(torch.ones(3, 2))
+        sending = cart.Isend(torch.ones(5), above)
+        assert cart.Wait(receiving).tolist() == [1.0] * 5
+        cart.Wait(sending)
 
 
 FUNCTIONS: dict[str, Differentiable] = {

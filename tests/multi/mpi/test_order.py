@@ -383,6 +383,21 @@ def test_debug_mode_names_both_calls_on_all_ranks(comm: Communicator) -> None:
         comm.Allgather(torch.ones(2, 2 if comm.rank != 1 else 3), 0)
 
 
+@mpi_test((2, 3))
+def test_debug_mode_lets_a_started_collective_wait_for_messages(comm: Communicator) -> None:
+    with changed(debug=True, timeout_s=60.0):
+        x = leaf(comm.rank + 1)
+        if comm.rank == 0:
+            handle = comm.Iallreduce(x, mpi.MPI_SUM)
+            comm.Send(x, 1)
+        else:
+            if comm.rank == 1:
+                assert comm.Recv(torch.empty(4).double(), 0).tolist() == [1.0] * 4
+            handle = comm.Iallreduce(x, mpi.MPI_SUM)
+        comm.Wait(handle).sum().backward()
+        assert grad_of(x).tolist() == [float(comm.size)] * 4
+
+
 @mpi_test((1, 2, 3))
 def test_receives_waited_for_in_another_order_answer_their_own_senders(
     comm: Communicator,

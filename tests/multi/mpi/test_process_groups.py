@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
@@ -19,8 +20,10 @@ from torch.nn.parallel import DistributedDataParallel
 from grads import grad_of
 from multi.mpi.runner import GROUPS, mpi_test
 from torchrelay import mpi
-from torchrelay.errors import ArgumentError
+from torchrelay.errors import ArgumentError, MismatchError
 from torchrelay.mpi import Communicator
+from torchrelay.mpi._c10d import C10dTransport
+from torchrelay.mpi._collectives import Allgather
 
 
 @mpi_test((2, 3), on=GROUPS)
@@ -51,6 +54,19 @@ def test_a_single_element_of_any_stride(comm: Communicator) -> None:
         comm.Send(x, 1, 0)
     elif comm.rank == 1:
         assert comm.Recv(torch.zeros(1), 0, 0).item() == 2
+
+
+@mpi_test((2, 3), on=GROUPS)
+def test_devices_that_have_backends_of_their_own_are_compared(comm: Communicator) -> None:
+    """A device that is not here; calls refuse such tensors before they reach a communication."""
+    with FakeTensorMode():
+        x: Tensor = torch.empty(200, device="cuda")
+    call = Allgather(comm, 0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(C10dTransport, "takes", lambda self, device: True)
+        with pytest.raises(MismatchError, match=r"axis=0\).*axis=0, on cuda\)"):
+            call.forward(x if comm.rank else torch.empty(200))
+    assert len(call.forward(torch.empty(200))) == 200 * comm.size
 
 
 @mpi_test((2, 3), on=GROUPS)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import checkpoint as dcp
 
+from torchrelay.checkpoint import load, save
 from torchrelay.errors import MismatchError
 from torchrelay.parameters import Embedding, Table, optim
 from torchrelay.world import World
@@ -101,3 +102,23 @@ def test_distributed_checkpoints(world: World, tmp_path: Path) -> None:
     model[0].close()
     other.close()
     dist.barrier()
+
+
+@pytest.mark.processes(4)
+def test_checkpoints_of_fewer_rows_than_processes(world: World, tmp_path: Path) -> None:
+    dist.init_process_group("gloo")
+    with Table.create(3, DIM, optimizer=optim.adagrad(0.1)) as table:
+        rows = torch.arange(3.0 * table.row_length).view(3, -1)
+        table.load_state_dict({"rows": rows})
+        dcp.save({"table": table.state_dict()}, checkpoint_id=str(tmp_path / "dcp"))
+        save({"table": table}, tmp_path / "ours")
+        for name in ("dcp", "ours"):
+            table.load_state_dict({"rows": torch.full_like(rows, -1.0)})
+            if name == "dcp":
+                state = {"table": table.state_dict()}
+                dcp.load(state, checkpoint_id=str(tmp_path / name))
+                table.load_state_dict(state["table"])
+            else:
+                load({"table": table}, tmp_path / name)
+            assert torch.equal(table.rows(), rows), name
+            dist.barrier()

@@ -5,12 +5,16 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import os
 import shutil
+import signal
 import sys
+import threading
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -98,6 +102,54 @@ def test_a_call_after_an_interrupted_one_is_answered(
             with pytest.raises(KeyboardInterrupt):
                 client.models()
         assert client.models()["chain"] == "READY"
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_process_connects_anew_though_its_parent_is_in_a_call() -> None:
+    asked, answered = threading.Event(), threading.Event()
+
+    class Handler(BaseHTTPRequestHandler):
+        """Answers with the client's port."""
+
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            if self.path.endswith("/slow"):
+                asked.set()
+                answered.wait(100)
+            body = json.dumps({"port": self.client_address[1]}).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+    reader, writer = os.pipe()
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server, ThreadPoolExecutor(2) as pool:
+        pool.submit(server.serve_forever)
+        try:
+            with Client(f"http://127.0.0.1:{server.server_port}", timeout_s=100) as client:
+                port = client.status()["port"]
+                slow = pool.submit(client.metadata, "slow")
+                assert asked.wait(100)
+                child = os.fork()
+                if not child:
+                    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+                    signal.alarm(60)
+                    try:
+                        os.write(writer, str(client.status()["port"]).encode())
+                        client.close()
+                    finally:
+                        os._exit(0)
+                os.close(writer)
+                with os.fdopen(reader, "rb") as pipe:
+                    theirs = pipe.read().decode()
+                os.waitpid(child, 0)
+                answered.set()
+                assert slow.result()["port"] == port == client.status()["port"]
+                assert theirs not in ("", str(port))
+        finally:
+            answered.set()
+            server.shutdown()
 
 
 @pytest.mark.filterwarnings("ignore")

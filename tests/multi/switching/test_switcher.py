@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import switching_models as models
 from torchrelay.errors import (
@@ -237,16 +238,16 @@ def test_a_model_that_fails_gets_its_own_error_and_harms_nobody(switcher: Switch
     assert switcher.status()["worker_deaths"] == deaths
 
 
+def computing(switcher: Switcher) -> list[int]:
+    return [one["pid"] for one in switcher.status()["workers"] if one["state"] == "running"]
+
+
 @contextmanager
 def stopped_worker(switcher: Switcher) -> Iterator[None]:
     """A request that computes until the end of the block: its worker is stopped."""
-
-    def computing() -> list[int]:
-        return [one["pid"] for one in switcher.status()["workers"] if one["state"] == "running"]
-
     running = switcher.submit("slow", slow_inputs(4.0))
-    eventually(lambda: bool(computing()))
-    (pid,) = computing()
+    eventually(lambda: bool(computing(switcher)))
+    (pid,) = computing(switcher)
     os.kill(pid, signal.SIGSTOP)
     try:
         yield
@@ -311,6 +312,59 @@ def test_calls_that_would_wait_for_their_own_thread_are_refused(switcher: Switch
     futures[0].result(WAIT_S)
     switcher.run(guest()).result(WAIT_S)
     assert len(refusals) == 6 and all("use submit()" in one for one in refusals)
+
+
+def test_a_signal_handler_that_would_wait_for_what_it_interrupts_is_refused(
+    switcher: Switcher,
+) -> None:
+    refusals: list[str] = []
+
+    def handle(*_: object) -> None:
+        for call in (switcher.close, lambda: switcher.infer("chain0", {"x": torch.ones(1, 64)})):
+            try:
+                call()
+            except UnavailableError as error:
+                refusals.append(str(error))
+
+    def interrupt() -> None:
+        eventually(lambda: bool(computing(switcher)))
+        (pid,) = computing(switcher)
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            signal.pthread_kill(main, signal.SIGUSR1)
+            eventually(lambda: len(refusals) == 2)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+
+    main, before = threading.get_ident(), signal.signal(signal.SIGUSR1, handle)
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    try:
+        assert switcher.infer("slow", slow_inputs(4.0))["output"].shape == (1, 8)
+        thread.join()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert len(refusals) == 2 and all("start a thread" in one for one in refusals)
+
+
+def test_fake_tensor_mode_in_one_thread_harms_nobody(switcher: Switcher, store: ModelStore) -> None:
+    ones = {"x": torch.ones(1, 64)}
+    for name in ("chain0", "chain1"):
+        switcher.infer(name, ones)
+    with FakeTensorMode():
+        for call in (switcher.infer, switcher.submit):
+            with pytest.raises(ArgumentError, match="outside of FakeTensorMode"):
+                call("chain2", ones)
+        with pytest.raises(ArgumentError, match="outside of FakeTensorMode"):
+            switcher.load("chain2")
+        switcher.unload("chain2")
+        assert switcher.status()["models"]
+    switcher.load("chain2", timeout_s=WAIT_S)
+    with stopped_worker(switcher):
+        waiting, cancelled = (switcher.submit("chain2", ones) for _ in range(2))
+        with FakeTensorMode():
+            cancelled.cancel()
+    assert waiting.result(WAIT_S).outputs["output"].shape == (1, 64)
 
 
 def test_waits_for_several_futures_end_when_one_is_cancelled(switcher: Switcher) -> None:

@@ -220,6 +220,28 @@ def test_averaging_any_types_and_sizes(world: World, backend: str) -> None:
     assert all((tensor == 1).all() for tensor in tensors)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.processes(2)
+def test_an_averaging_that_fails_leaves_each_tensor_old_or_averaged(
+    world: World, backend: str
+) -> None:
+    _start(backend, world)
+    sums = iter([dist.all_reduce])
+
+    def fail_from_the_second_on(*args: Any, **kwargs: Any) -> Any:
+        for all_reduce in sums:
+            return all_reduce(*args, **kwargs)
+        raise KeyboardInterrupt
+
+    params = [torch.full((5,), float(world.rank)) for _ in range(3)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_reduce", fail_from_the_second_on)
+        with pytest.raises(KeyboardInterrupt):
+            average_parameters(params)
+    for param in params:
+        assert param[0] in (0.5, world.rank) and torch.equal(param, param[0].expand(5))
+
+
 def _alone() -> None:
     if not dist.is_initialized():
         store = dist.HashStore()
@@ -285,6 +307,7 @@ def test_a_copy_goes_on_by_itself(world: World) -> None:
         model = _model()
         base = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
         optimizer = kind(base, 2, FACTOR, process_group=dist.group.WORLD)
+        torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)  # replaces its step()
         for step in range(3):
             _backward(model, 0, step)
             optimizer.step()

@@ -14,6 +14,7 @@ from switch_ports import (
     NETWORKS,
     Network,
     Worker,
+    beyond_select,
     ip_packet,
     missing_for_xdp,
     packet,
@@ -74,6 +75,12 @@ def test_an_answer_that_cannot_be_sent_does_not_end_the_service(network: Network
         assert network.plane.stats().counts["strangers"] == 1, "port 0 does not stand for all ports"
         server.check()
         assert join(worker, 1, 0) == JOINED
+
+
+@pytest.mark.parametrize("kind", ["udp", "xdp-generic"])
+def test_a_process_may_have_many_descriptors(kind: str) -> None:
+    with beyond_select(), NETWORKS[kind](1) as network, SwitchServer(network.plane):
+        assert join(network.connect(0), 1, 0) == JOINED
 
 
 def test_a_request_that_fails_does_not_end_the_service(

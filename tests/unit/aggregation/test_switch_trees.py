@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import namespaces
-from switch_ports import missing_for_xdp, within
+from switch_ports import beyond_select, missing_for_xdp, within
 from torchrelay.aggregation.switch import (
     SwitchClient,
     SwitchServer,
@@ -149,6 +149,11 @@ def test_a_missing_worker_is_named_by_every_rack() -> None:
 
         # The other rack's switch knows only that this rack's sum is missing.
         assert at_once(work, clients[:3]) == [(2, 3), (2, 3), (3,)]
+
+
+def test_processes_may_have_many_descriptors() -> None:
+    with beyond_select(), tree() as one, contextlib.ExitStack() as stack:
+        check_sums(one.clients(4, stack))
 
 
 @pytest.mark.parametrize("restarted", ["root", "leaf"])

@@ -101,6 +101,25 @@ def test_safetensors_with_an_index(tmp_path: Path) -> None:
     assert all(torch.equal(found[key], state[key]) for key in state)
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+@pytest.mark.parametrize("dtype", [torch.complex32, torch.complex128])
+def test_what_safetensors_cannot_hold_is_refused_first(tmp_path: Path, dtype: torch.dtype) -> None:
+    torch.save({"a": torch.ones(2), "z": torch.zeros(2, dtype=dtype)}, tmp_path / "x.pt")
+    result = _run("convert", tmp_path / "x.pt", tmp_path / "hf", "--to", "safetensors")
+    assert isinstance(result.exception, ArgumentError)
+    assert f"z: safetensors files hold no tensors of {dtype}" in str(result.exception)
+    assert not (tmp_path / "hf").exists()
+
+
+def test_names_are_printed_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ["[red]w", "[/v]", ":fire:"]
+    monkeypatch.chdir(tmp_path)
+    save(dict.fromkeys(names, 1), "[x]", fsync=False)
+    result = _run("inspect", "[x]")
+    assert result.exit_code == 0, result.output
+    assert all(name in result.output for name in (*names, "[x]"))
+
+
 def test_inspect_verify_and_diff(tmp_path: Path) -> None:
     state = {"w": torch.ones(4, 3), "step": 7}
     save(state, tmp_path / "a")
@@ -143,7 +162,8 @@ def test_values_that_are_printed_alike_differ(tmp_path: Path) -> None:
         values[1000] += change
         save({"many": values, "few": values[1000:1001], "step": 7}, tmp_path / name)
     result = _run("diff", tmp_path / "a", tmp_path / "b")
-    assert result.exit_code == 1 and "many: " in result.output and "few: " in result.output
+    assert result.exit_code == 1 and "many: they differ first at [1000]: " in result.output
+    assert "few: " in result.output
     assert "step" not in result.output
     assert _run("diff", tmp_path / "a", tmp_path / "a").exit_code == 0
     torch.save({"set": {1, 2}, "step": 7}, tmp_path / "x.pt")  # a value that no checkpoint holds

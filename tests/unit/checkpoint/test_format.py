@@ -10,6 +10,7 @@ import os
 import pickle
 import random
 import resource
+import shutil
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -266,6 +267,34 @@ def test_safetensors_files_of_others_are_read(tmp_path: Path) -> None:
         load(found, tmp_path / "cut.safetensors")
 
 
+def test_of_a_snapshot_with_several_sets_of_weights_one_is_read(tmp_path: Path) -> None:
+    def loaded(index: str | None = None, **files: float) -> float:
+        folder.mkdir()
+        for name, value in files.items():
+            path = folder / f"{name.replace('_', '.')}.safetensors"
+            safetensors.torch.save_file({"w": torch.full((3,), value)}, path)
+        if index is not None:
+            (folder / "model.safetensors.index.json").write_text(index)
+        found = {"w": torch.zeros(3)}
+        try:
+            load(found, folder)
+            verify(folder)
+        finally:
+            shutil.rmtree(folder)
+        return float(found["w"][0])
+
+    folder = tmp_path / "snapshot"
+    assert loaded(model=1.0, model_fp16=2.0) == 1.0
+    index = json.dumps({"metadata": {}, "weight_map": {"w": "part.safetensors"}})
+    assert loaded(index, consolidated=1.0, part=2.0) == 2.0
+    assert loaded(index, model=1.0, part=2.0) == 1.0  # as transformers chooses
+    with pytest.raises(CorruptionError, match=r"index\.json: it lists 'part\.safetensors', which"):
+        loaded(index, other=1.0)
+    for damaged in ("{}", "[]", '{"weight_map": {"w": []}}', '{"weight_map": 1}', "{"):
+        with pytest.raises(CorruptionError, match=r"index\.json: the index is damaged"):
+            loaded(damaged, part=2.0)
+
+
 def test_padding_is_that_of_our_files_only(tmp_path: Path) -> None:
     tensors = {"__padding__.0": torch.ones(3, dtype=torch.uint8), "__padding__x": torch.ones(4)}
     safetensors.torch.save_file(tensors, tmp_path / "model.safetensors")
@@ -450,8 +479,9 @@ def test_progress_and_replacement(tmp_path: Path) -> None:
     seen.clear()
     save({"a": torch.zeros(10)}, tmp_path / "x", progress=True, checksum=False)
     found = {"a": torch.ones(10)}
-    with pytest.warns(UserWarning, match="saved with checksum=False"):
+    with pytest.warns(UserWarning, match="saved with checksum=False") as caught:
         load(found, tmp_path / "x", progress=lambda done, total: seen.append((done, total)))
+    assert caught[0].filename == __file__
     assert not verify(tmp_path / "x")
     load(found, tmp_path / "x", verify="header")
     assert seen[-1] == (40, 40) and not found["a"].any()

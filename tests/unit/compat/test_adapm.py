@@ -55,6 +55,13 @@ def test_lengths_that_make_no_sense_are_refused(wrong: float) -> None:
             adapm.Server(lengths)
 
 
+def test_sizes_may_be_numpys() -> None:
+    one: Any = np.int64(1)
+    adapm.setup(KEYS * one, one)
+    with adapm.Server(3 * one) as server:
+        assert (server.num_keys, server.row_length()) == (KEYS, 3)
+
+
 @pytest.mark.parametrize("shape", [(2, 4), (8,), (2, 2, 2), (1, 2, 1, 4)])
 @pytest.mark.parametrize("make", [torch.ones, np.ones], ids=["torch", "numpy"])
 def test_values_have_any_rank(shape: tuple[int, ...], make: Any) -> None:

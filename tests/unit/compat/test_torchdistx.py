@@ -122,3 +122,19 @@ def test_attributes_that_scripts_for_torchdistx_use() -> None:
             GossipGraDState(0)
     finally:
         dist.destroy_process_group()
+
+
+def test_arguments_that_torchdistx_takes_by_position() -> None:
+    import torch
+
+    from torchrelay.compat.torchdistx.deferred_init import (
+        deferred_init,
+        is_deferred,
+        materialize_module,
+    )
+
+    module = deferred_init(torch.nn.BatchNorm1d, 3)
+    materialize_module(module, True)
+    assert not is_deferred(module.get_buffer("running_mean")) and is_deferred(module.weight)
+    materialize_module(module, False, lambda one: False)
+    assert is_deferred(module.weight)

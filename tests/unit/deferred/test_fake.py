@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -236,6 +237,22 @@ def test_a_draw_for_an_absent_device_does_not_hinder_the_next() -> None:
     assert torch.equal(materialize_tensor(deferred_init(build)), eager)
 
 
+@without_cuda
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers_are_built_for_cuda(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With cuDNN, they ask for the addresses of their weights."""
+    monkeypatch.setattr(torch.backends.cudnn, "is_acceptable", lambda tensor: True)
+    torch.manual_seed(5)
+    eager = kind(3, 4)
+    torch.manual_seed(5)
+    modules = deferred_init(kind, 3, 4, device="cuda"), deferred_init(kind, 3, 4).cuda()
+    materialize_module(modules[0], device="cpu")
+    for name, tensor in eager.state_dict().items():
+        assert torch.equal(modules[0].state_dict()[name], tensor), name
+    with pytest.raises(DeferredError, match="data_ptr"):
+        modules[1].weight_hh_l0.data_ptr()
+
+
 @pytest.mark.parametrize(
     "first",
     [
@@ -289,6 +306,39 @@ def test_materialize_module_goes_where_it_is_told() -> None:
         module[0].weight.dtype == torch.float64
         and module[0].num_batches_tracked.dtype == torch.int64
     )
+
+
+class _Holder(nn.Module):
+    """Keeps parameters that other modules register: of one that is visited before it, and of one
+    that is visited after it.
+    """
+
+    def __init__(self, child: nn.Linear, parent: nn.Module) -> None:
+        super().__init__()
+        self.child = child
+        parent.gain = nn.Parameter(torch.rand(4))
+        self.kept = [child.weight, {"gain": parent.gain}]
+
+
+def _build_holder() -> nn.Module:
+    parent = nn.Module()
+    parent.holder = _Holder(nn.Linear(3, 4), parent)
+    return parent
+
+
+def test_what_a_list_keeps_of_registered_tensors_is_theirs() -> None:
+    names = ["holder.child.weight", "gain"]
+    module = deferred_init(_build_holder)
+    materialize_module(module, leave_deferred=names)
+    assert [name for name, one in module.named_parameters() if is_deferred(one)] == names[::-1]
+    materialize_module(module, check_fn=lambda one: isinstance(one, _Holder))
+    assert all(is_deferred(module.get_parameter(name)) for name in names)
+    materialize_module(module, shard=lambda name, tensor: (slice(1),))
+    assert all(len(module.get_parameter(name)) == 1 for name in names)
+
+
+def test_arguments_of_the_function_may_have_any_name() -> None:
+    assert deferred_init(dict, fn=3) == {"fn": 3}
 
 
 def test_hooks_and_optimizers_stay_with_the_parameter() -> None:

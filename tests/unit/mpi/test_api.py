@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -10,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchrelay import mpi
 from torchrelay.compat import mpi4torch
-from torchrelay.errors import ArgumentError, MismatchError, OperationTimeoutError
+from torchrelay.errors import ArgumentError, GraphError, MismatchError, OperationTimeoutError
 from torchrelay.mpi import _headers, _wait
 from torchrelay.mpi._settings import changed
 
@@ -71,6 +73,33 @@ def test_scripted_functions_take_communicators_of_mpi4torch() -> None:
         y = function(mpi4torch.COMM_WORLD, x)
         y.sum().backward()
         assert x.grad is not None and (y.tolist(), x.grad.tolist()) == ([2.0] * 3, [2.0] * 3)
+
+
+def test_copies_of_a_communicator_are_itself() -> None:
+    world = mpi.COMM_WORLD
+    for comm in (world, world.replace("replicated"), world.Dup(), world.Cart([1])):
+        model: Any = nn.Linear(1, 1)
+        model.comm = comm
+        assert copy.copy(comm) is copy.deepcopy(model).comm is comm
+
+
+def test_pickled_worlds_keep_their_settings_and_class() -> None:
+    for world in (mpi.COMM_WORLD, mpi4torch.COMM_WORLD):
+        assert pickle.loads(pickle.dumps(world)) is world
+        comm = world.replace("replicated", "ignore")
+        found = pickle.loads(pickle.dumps(comm))
+        assert type(found) is type(comm)
+        assert (found.convention, found.unreachable_policy) == ("replicated", "ignore")
+
+
+def test_large_results_may_be_changed_in_place() -> None:
+    """numpy allocates them."""
+    x = torch.ones(1 << 20, requires_grad=True)
+    y = mpi.COMM_WORLD.Allreduce(x, mpi.MPI_SUM)
+    y /= 2
+    mpi.COMM_WORLD.Bcast_(y, 0)
+    y.sum().backward()
+    assert x.grad is not None and x.grad.eq(0.5).all()
 
 
 def test_a_profiler_records_communications() -> None:
@@ -207,6 +236,19 @@ def test_overwritten_leaf_may_be_trained_afterwards() -> None:
     result.sum().backward()
     (2 * x).sum().backward()
     assert x.grad is not None and x.grad.tolist() == [5.0] * 3
+
+
+def test_hooks_of_an_overwritten_leaf_may_replace_its_gradient() -> None:
+    x = torch.ones(3, requires_grad=True)
+    x.register_hook(lambda grad: grad.clamp(max=2.0))
+    result = mpi.COMM_WORLD.Bcast_(x, 0)
+    x.register_hook(lambda grad: 2 * grad)
+    (3 * result).sum().backward()
+    assert x.grad is not None and x.grad.tolist() == [4.0] * 3
+    result = mpi.COMM_WORLD.Bcast_(x, 0)
+    with pytest.raises(GraphError, match="overwritten"):
+        (result + x).sum().backward()
+    mpi.reset()
 
 
 def test_headers_that_differ_let_no_data_follow(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,13 @@ import torch
 
 from nodes import FAULTY, SETTINGS, on_nodes, pulled
 from torchrelay import _native, config
-from torchrelay.errors import ArgumentError, MismatchError, OperationTimeoutError, PeerLostError
+from torchrelay.errors import (
+    ArgumentError,
+    MismatchError,
+    OperationTimeoutError,
+    PeerLostError,
+    UnsupportedError,
+)
 from torchrelay.parameters import (
     Embedding,
     KeyInit,
@@ -189,6 +195,16 @@ def test_other_dtypes_over_nodes(dtype: torch.dtype) -> None:
         assert (pulled(worker, keys, 3, dtype) == 20).all()
 
     on_nodes(2, body, table={"keys": 16, "length": 3, "dtype": dtype})
+
+
+def test_max_norm_is_refused_where_it_would_undo_pushes_of_others() -> None:
+    def body(server: Server, worker: Worker) -> None:
+        table = Table(server, worker, apply_gradients="backward")
+        Embedding(10, 2, table=table)
+        with pytest.raises(UnsupportedError, match=r"max_norm .*step table\.optimizer\(\)"):
+            Embedding(10, 2, max_norm=1.0, table=table)
+
+    on_nodes(2, body, table={"keys": 10, "length": 2, "rule": UpdateRule("sgd", lr=1.0)})
 
 
 @pytest.mark.parametrize("kind", ["sgd", "adagrad", "rowwise_adagrad", "adam"])

@@ -14,7 +14,15 @@ import pytest
 import torch
 
 from torchrelay.errors import ArgumentError, UnavailableError
-from torchrelay.parameters import KeyInit, Server, Topology, UpdateRule, Worker, optim
+from torchrelay.parameters import (
+    Embedding,
+    KeyInit,
+    Server,
+    Topology,
+    UpdateRule,
+    Worker,
+    optim,
+)
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64]
 
@@ -71,6 +79,17 @@ def test_numpy_and_torch_are_the_same(worker: Worker) -> None:
     assert (out == 2).all()
 
 
+@pytest.mark.parametrize("call", ["pull", "push", "set", "pull_if_local"])
+def test_bfloat16_values_are_never_numpys(call: str) -> None:
+    worker = Worker(0, Server(2, length=4, dtype=torch.bfloat16))
+    for dtype in (np.float64, np.float32, np.float16, np.int16):
+        with pytest.raises(ArgumentError, match=r"must be torch\.bfloat16"):
+            getattr(worker, call)(np.array([1]), np.ones(4, dtype=dtype))
+    out = torch.ones(2, 4, dtype=torch.bfloat16)
+    worker.pull(torch.arange(2), out)
+    assert not out.any()
+
+
 def test_asynchronous_operations_return_a_handle(worker: Worker) -> None:
     keys, values = torch.tensor([1]), torch.ones(4)
     for handle in (
@@ -108,6 +127,19 @@ def test_lengths_per_key() -> None:
     out = torch.empty(5 + 1)
     worker.pull(torch.tensor([1, 4]), out)
     assert out.tolist() == [12, 14, 16, 18, 20, 6]
+
+
+def test_gradients_of_repeated_keys_are_summed_only_where_their_lengths_are_equal() -> None:
+    worker = Worker(0, Server(torch.tensor([2, 1, 3, 2]), rule=optim.sgd(1.0)))
+    keys = torch.tensor([0, 1, 2, 0])  # of two elements on average, as the first
+    with pytest.raises(ArgumentError, match="keys of one length"):
+        worker.push(keys, torch.ones(8))
+    out = torch.empty(8)
+    worker.pull(torch.arange(4), out)
+    assert not out.any()
+    worker.push(torch.tensor([3, 0, 3]), torch.arange(6.0))
+    worker.pull(torch.arange(4), out)
+    assert out.tolist() == [-2, -3, 0, 0, 0, 0, -4, -6]
 
 
 WRONG: dict[str, tuple[Any, Any]] = {
@@ -163,7 +195,7 @@ def test_wrong_tables_and_workers() -> None:
     ):
         with pytest.raises(ArgumentError):
             Server(keys)  # type: ignore[arg-type]
-    for fields in ({"length": 0}, {"dtype": torch.int32}):
+    for fields in ({"length": 0}, {"length": 1.5}, {"dtype": torch.int32}):
         with pytest.raises(ArgumentError):
             Server(10, **fields)
     for kind in (UpdateRule, KeyInit):
@@ -186,6 +218,16 @@ def test_wrong_tables_and_workers() -> None:
         Worker(1, server)
     first.close()
     Worker(0, server).close()
+
+
+def test_sizes_may_be_numpys() -> None:
+    server = Server(np.int64(3), length=np.int32(2))
+    assert (type(server.num_keys), server.num_keys, server.row_length()) == (int, 3, 2)
+    with pytest.raises(ArgumentError, match="at least 0 and 1"):
+        Server(np.int64(-1))
+    module = Embedding(np.int64(3), np.int64(2))
+    assert module(torch.arange(3)).shape == (3, 2)
+    module.close()
 
 
 def test_threads_push_at_once_and_nothing_is_lost() -> None:

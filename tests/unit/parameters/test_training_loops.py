@@ -4,7 +4,9 @@ optimizers.
 
 from __future__ import annotations
 
+import contextlib
 import math
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ExponentialLR
 from torch.utils.checkpoint import checkpoint
 
+from nodes import in_threads
 from torchrelay.errors import ArgumentError, UnsupportedError
 from torchrelay.parameters import (
     Embedding,
@@ -259,6 +262,33 @@ def test_a_table_that_applies_in_the_backward_pass_has_no_optimizer() -> None:
             table.optimizer()
 
 
+class _Watched:
+    """A native worker, whose calls notice others that run at the same time."""
+
+    def __init__(self, native: Any) -> None:
+        self.native, self.both, self.overlaps = native, threading.Barrier(2), 0
+
+    def access(self, *arguments: Any) -> Any:
+        with contextlib.suppress(threading.BrokenBarrierError):
+            self.both.wait(0.2)
+            self.overlaps += 1
+        return self.native.access(*arguments)
+
+
+def test_accesses_of_autograds_threads_do_not_overlap() -> None:
+    """Autograd runs a lookup on each device in a thread of its own."""
+    with Table.create(ROWS, DIM, optimizer=optim.sgd(1.0), apply_gradients="backward") as table:
+        module, keys = Embedding(ROWS, DIM, table=table), torch.tensor([1])
+        losses = [module(keys).sum() for _ in range(2)]
+        worker: Any = table.worker
+        native = worker._native
+        worker._native = watched = _Watched(native)
+        in_threads([loss.backward for loss in losses])
+        worker._native = native
+        assert watched.overlaps == 0
+        assert (table.pull(keys) == -2).all()
+
+
 def test_applying_in_the_backward_pass_refuses_a_scaler() -> None:
     with Table.create(ROWS, DIM, optimizer=optim.sgd(1.0), apply_gradients="backward") as table:
         module = Embedding(ROWS, DIM, table=table)
@@ -317,6 +347,23 @@ def test_several_tables_have_one_optimizer_which_is_saved() -> None:
     assert other.param_groups[0]["lr"] == 0.1 and other.state[model[0].weight]["step"] == 2
     for module in model:
         module.close()
+
+
+def test_tables_are_added_to_an_optimizer() -> None:
+    keys, table = torch.tensor([1]), Table.create(ROWS, DIM, optimizer=optim.sgd(1.0))
+    others = [Table.create(ROWS, DIM, optimizer=optim.adam(lr)) for lr in (0.1, 0.2)]
+    modules = [Embedding(ROWS, DIM, table=each) for each in (table, *others)]
+    optimizer = table.optimizer()
+    optimizer.add_param_group({"params": (module.weight for module in modules[1:])})
+    assert [group["lr"] for group in optimizer.param_groups] == [1.0, 0.1, 0.2]
+    sum(module(keys).sum() for module in modules).backward()
+    optimizer.step()
+    for each, lr in zip((table, *others), (1.0, 0.1, 0.2), strict=True):
+        torch.testing.assert_close(each.pull(keys), torch.full((1, DIM), -lr))
+    with pytest.raises(ArgumentError, match="learning rate"):
+        optimizer.add_param_group({"params": table.weight, "lr": -1.0})
+    for each in (table, *others):
+        each.close()
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])

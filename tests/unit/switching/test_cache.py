@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import select
 import socket
 import stat
 import subprocess
@@ -161,6 +162,21 @@ def test_what_cannot_be_sent_or_received_raises(tmp_path: Path) -> None:
             other.listen()
             with pytest.raises(ArgumentError, match="another process listens"):
                 cache.send(address)
+
+
+def test_a_process_that_was_not_accepted_waits_for_the_next_sender(tmp_path: Path) -> None:
+    address, received = tmp_path / "cache.sock", list[SharedCache]()
+    thread = threading.Thread(target=lambda: received.append(SharedCache.recv(address)))
+    with SharedCache.allocate(SIZE) as cache:
+        with socket.socket(socket.AF_UNIX) as other:
+            other.bind(str(address))
+            other.listen()
+            thread.start()
+            assert select.select([other], [], [], 60)[0]  # it has connected
+        address.unlink()
+        cache.send(address)
+        thread.join()
+        received[0].close()
 
 
 @pytest.mark.parametrize(

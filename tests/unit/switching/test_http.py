@@ -182,18 +182,18 @@ def test_unfinished_bodies_take_a_bounded_memory(
     head = b"POST /v2/models/chain/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"
 
     async def client(port: int) -> None:
-        opened = [await asyncio.open_connection("127.0.0.1", port) for _ in range(8)]
-        for _, writer in opened[:4]:
+        opened = [await asyncio.open_connection("127.0.0.1", port) for _ in range(12)]
+        for _, writer in opened[:8]:
             writer.write(head % 1000 + b"x" * 900)
         await asyncio.sleep(0.2)
-        for reader, writer in opened[4:6]:
+        for reader, writer in opened[8:10]:
             writer.write(head % 1000 + b"x" * 900)
             assert b"429 Too Many Requests" in await reader.readuntil(b"\r\n\r\n")
-        reader, writer = opened[7]
+        reader, writer = opened[11]
         writer.write(head % 100 + b"x" * 100)
         assert b"400 Bad Request" in await reader.readuntil(b"\r\n\r\n")  # read, and no JSON
-        reader, writer = opened[6]
-        writer.write(head % 1001 + b"x" * 1001)  # the four still take their memory
+        reader, writer = opened[10]
+        writer.write(head % 1001 + b"x" * 1001)  # the eight still take their memory
         answer = await reader.readuntil(b"\r\n\r\n")
         assert b"413" in answer or b"429" in answer
         for _, one in opened:
@@ -276,6 +276,58 @@ def serve_nothing(client: Callable[[int], Awaitable[None]]) -> None:
 
 
 REQUEST = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
+
+
+def test_requests_that_are_not_answered_take_a_bounded_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(_connections, "_SMALL_BODY_BYTES", 100)
+    app = Ok()
+
+    async def client(port: int) -> None:
+        async def send() -> asyncio.StreamReader:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writers.append(writer)
+            writer.write(b"POST /later HTTP/1.1\r\nContent-Length: 900\r\n\r\n" + b"x" * 900)
+            return reader
+
+        writers: list[asyncio.StreamWriter] = []
+        for _ in range(8):
+            await send()
+            respond = await app.later.get()
+        refused = await send()
+        assert b"500" in await asyncio.wait_for(refused.readuntil(b"\r\n\r\n"), 60)
+        respond(HttpResponse(b"ok"))
+        await send()
+        await asyncio.wait_for(app.later.get(), 60)
+        for writer in writers:
+            writer.close()
+
+    serve(app, client)
+
+
+def test_answers_that_clients_do_not_read_take_a_bounded_memory() -> None:
+    large = REQUEST.replace(b" / ", b" /large ")
+
+    async def client(port: int) -> None:
+        (deaf, other), (reader, writer) = [
+            await asyncio.open_connection("127.0.0.1", port) for _ in range(2)
+        ]
+        other.write(large)
+        assert b"200 OK" in await deaf.readuntil(b"\r\n\r\n")
+        for request, status in ((large, b"500"), (REQUEST, b"200")):
+            writer.write(request)
+            head = await reader.readuntil(b"\r\n\r\n")
+            assert status in head
+            await reader.readexactly(int(head.split(b"Content-Length: ")[1].split()[0]))
+        assert await deaf.readexactly(len(LARGE)) == LARGE
+        writer.write(large)
+        assert b"200 OK" in await reader.readuntil(b"\r\n\r\n")
+        assert await reader.readexactly(len(LARGE)) == LARGE
+        for one in (other, writer):
+            one.close()
+
+    serve_nothing(client)
 
 
 @pytest.fixture

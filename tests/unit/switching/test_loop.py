@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import signal
 import threading
 
 import pytest
@@ -51,6 +52,31 @@ def test_results_are_reported_though_ctrl_c_ends_the_report_of_another() -> None
     with pytest.raises(KeyboardInterrupt):
         loop.call(report_two)
     assert reported == ["done"]
+    loop.call(loop.stop)
+    loop.join()
+
+
+@pytest.mark.timeout(60)
+def test_a_signal_handler_in_the_middle_of_a_call_is_refused() -> None:
+    refusals: list[str] = []
+
+    def handle(*_: object) -> None:
+        for call in (lambda: loop.call(lambda: None), loop.check_can_wait):
+            try:
+                call()
+            except UnavailableError as error:
+                refusals.append(str(error))
+
+    loop = Loop(lambda: math.inf, lambda error: None)
+    loop.start()
+    before = signal.signal(signal.SIGUSR1, handle)
+    try:
+        loop.call(lambda: signal.raise_signal(signal.SIGUSR1))
+        assert len(refusals) == 2 and all("start a thread" in one for one in refusals)
+        signal.raise_signal(signal.SIGUSR1)
+        assert len(refusals) == 2
+    finally:
+        signal.signal(signal.SIGUSR1, before)
     loop.call(loop.stop)
     loop.join()
 

@@ -104,6 +104,35 @@ def test_tensors_outside_of_modules_and_numpy_draws_are_those_of_the_store() -> 
             assert torch.equal(bound(model)(x), expected(x))
 
 
+def test_a_factory_gets_the_arguments_of_the_store_however_often_it_is_called() -> None:
+    config = {"width": 4}
+    with ModelStore() as store:
+        x = torch.ones(1, 4)
+        model = store.add("popping", models.popping, kwargs={"config": config}, inputs={"input": x})
+        assert config == {"width": 4}
+        config["width"] = 5
+        for _ in range(2):
+            assert bound(model)(x).shape == (1, 8)
+
+
+def test_each_file_of_models_is_a_module_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = "import torch\ndef net():\n    return torch.nn.Linear(1, {})\n"
+    folders = [tmp_path / name for name in ("v1.2", "v1_2")]
+    x = torch.ones(1, 1)
+    with ModelStore() as store:
+        added = []
+        for width, folder in enumerate(folders, 1):
+            folder.mkdir()
+            (folder / "net.py").write_text(code.format(width))
+            monkeypatch.chdir(folder)
+            for reference in (f"{folder}/net.py:net", "net.py:net"):
+                added.append((width, store.add("net", reference, inputs={"input": x})))
+        monkeypatch.chdir(tmp_path)  # where a worker may be
+        assert all(bound(model)(x).shape == (1, width) for width, model in added)
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated")
 def test_modules_that_cannot_be_served_right_are_refused(tmp_path: Path) -> None:
     x = torch.ones(1, 8)
@@ -115,8 +144,11 @@ def test_modules_that_cannot_be_served_right_are_refused(tmp_path: Path) -> None
         file = tmp_path / "weights.safetensors"
         save_model(models.helped(), str(file))
         store.add("helped", models.helped, inputs={"x": x}, weights=file)
-        with pytest.raises(UnsupportedError, match=r"keeps a view of a weight, of shape \(8, 8\)"):
-            store.add("views", models.helped, kwargs={"views": True}, inputs={"x": x}, weights=file)
+        for kept in ("view", "list", "partial", "closure", "default", "keyword"):
+            with pytest.raises(UnsupportedError, match=r"keeps a weight or a view.*shape \(8, 8\)"):
+                store.add(
+                    "kept", models.helped, kwargs={"keeps": kept}, inputs={"x": x}, weights=file
+                )
 
 
 def test_outputs_are_named_or_refused() -> None:

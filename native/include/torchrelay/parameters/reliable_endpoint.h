@@ -48,7 +48,6 @@ class ReliableEndpoint {
   // To and from other nodes.
   std::uint64_t sent_bytes = 0, received_bytes = 0, sent_messages = 0, received_messages = 0;
   std::uint64_t duplicates = 0, protocol_errors = 0;
-  std::string last_protocol_error;
 
  private:
   struct Outgoing {

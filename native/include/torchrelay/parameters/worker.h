@@ -70,9 +70,6 @@ class Worker {
   // No more accesses; intents end. Finishes what is unfinished first. Nothing in a forked child.
   void finalize();
 
-  const Store& store() const { return *store_; }
-  std::uint32_t user_id() const { return user_id_; }
-
  private:
   struct Pending {
     Op op;

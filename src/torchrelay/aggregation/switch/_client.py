@@ -263,8 +263,10 @@ def _ask(
     """
     while (left_s := deadline_s - time.monotonic()) > 0 and sock.fileno() >= 0:
         try:
+            answers = select.poll()
+            answers.register(sock, select.POLLIN)
             sock.send(request)
-            while select.select([sock], [], [], min(left_s, _RESEND_S))[0]:
+            while answers.poll(1000 * min(left_s, _RESEND_S)):
                 answer = control.parse(sock.recv(2048))
                 if answer and answer.kind in kinds and answer.session_id == session_id:
                     return answer

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
-import select
+import selectors
 import socket
 import struct
 import threading
@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import cast
 
 from torchrelay import _native
 from torchrelay._addresses import DISCARD_PORT, mac_of_device
@@ -179,6 +180,9 @@ class XdpDataPlane(Resource):
             num_ports = _native.SWITCH_NUM_UDP_PORTS if port == _native.SWITCH_UDP_PORT else 1
             bound = [stack.enter_context(_bind(port + place)) for place in range(num_ports)]
             self._sockets = {sock.getsockname()[1]: sock for sock in bound}
+            self._readable = stack.enter_context(selectors.PollSelector())
+            for sock in bound:
+                self._readable.register(sock, selectors.EVENT_READ)
             self.port: int = min(self._sockets)
             constants = struct.pack("=HH", self.port, ~(num_ports - 1) & 0xFFFF)
             sizes = {"slots": max_slots, "sessions": max_sessions}
@@ -300,11 +304,12 @@ class XdpDataPlane(Resource):
             return [rank for rank in range(opened.shape.num_workers) if not present >> rank & 1]
 
     def receive_control(self, timeout_s: float) -> ControlMessage | None:
-        ready = select.select(self._sockets.values(), [], [], timeout_s)[0]
+        ready = self._readable.select(timeout_s)
         if not ready:
             return None
-        data, (address, port) = ready[0].recvfrom(1 << 16)
-        switch_port: int = ready[0].getsockname()[1]
+        sock = cast(socket.socket, ready[0][0].fileobj)
+        data, (address, port) = sock.recvfrom(1 << 16)
+        switch_port: int = sock.getsockname()[1]
         if data and data[0] >> 4 == _CONTROL_TYPE:
             return ControlMessage(data, address, port, switch_port)
         with self._lock:

@@ -15,13 +15,13 @@ import os
 import time
 import weakref
 from collections.abc import Callable
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from torchrelay import config
+from torchrelay._waiting import duration
 from torchrelay.errors import ArgumentError, ConfigError, PeerLostError, TorchRelayError
 from torchrelay.parameters import AccessHandle
 from torchrelay.parameters import Server as _Server
@@ -90,7 +90,7 @@ def scheduler(num_keys: int, num_threads: int) -> None:
     import torch.distributed as dist  # noqa: PLC0415
 
     num_nodes, address, port = _dmlc_variables()
-    timeout = timedelta(seconds=config.load(config.Parameters).timeout_s)
+    timeout = duration(config.load(config.Parameters).timeout_s)
     store = dist.TCPStore(address, port, is_master=True, timeout=timeout, wait_for_workers=False)
     give_up_s = math.inf
     while store.add(_SHUT_DOWN, 0) < num_nodes and time.monotonic() < give_up_s:
@@ -115,7 +115,7 @@ def _topology_of_servers(
 
     if "DMLC_NUM_SERVER" in os.environ:
         size, address, port = _dmlc_variables()
-        timeout = timedelta(seconds=settings.timeout_s)
+        timeout = duration(settings.timeout_s)
         store: Store = dist.TCPStore(address, port, is_master=False, timeout=timeout)
         rank = store.add("torchrelay/parameters/arrived", 1) - 1
         if rank >= size:
@@ -197,8 +197,8 @@ class Server(_Server):
     def __init__(self, value_lengths: int | torch.Tensor | np.ndarray[Any, Any]) -> None:
         if _Setup.topology is None:
             raise ArgumentError("call setup() before making a Server")
-        if isinstance(value_lengths, int):
-            super().__init__(_Setup.num_keys, length=value_lengths, topology=_Setup.topology)
+        if isinstance(value_lengths, int | np.integer):
+            super().__init__(_Setup.num_keys, length=int(value_lengths), topology=_Setup.topology)
         elif len(value_lengths) == _Setup.num_keys:
             super().__init__(_whole(value_lengths), topology=_Setup.topology)
         else:

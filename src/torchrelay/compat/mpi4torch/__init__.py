@@ -73,6 +73,10 @@ class MPI_Communicator(Communicator):  # noqa: N801 - mpi4torch's name
         self.number = self.reverse.number = _compiled.register(self)
         return self
 
+    @classmethod
+    def _world(cls, convention: str, unreachable_policy: str | None) -> MPI_Communicator:
+        return COMM_WORLD.replace(convention, unreachable_policy)
+
     def Bcast_(self, tensor: Tensor, root: int) -> Tensor:
         """Root's values, in place; ``tensor`` itself has no derivative from here on."""
         return _overwritten(tensor, lambda given: super(MPI_Communicator, self).Bcast_(given, root))
