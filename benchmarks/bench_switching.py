@@ -1,7 +1,7 @@
 """Model switching: what a switch costs beside a ready model, a restarted process, and other ways to
 load weights.
 
-    python benchmarks/bench_switching.py                                 # about 5 minutes
+    python benchmarks/bench_switching.py                                 # about 4 minutes
     python benchmarks/bench_switching.py --part links --models bert vit  # a part, kept in --data
     python benchmarks/bench_switching.py --part report                   # results, plots of --data
     python benchmarks/bench_switching.py --smoke                         # once; writes nothing
@@ -357,10 +357,10 @@ PARTS = {"requests": requests, "links": links, "without": without, "throughput":
 # --- the report
 
 
-def report(data: dict[str, Any], before: str = "") -> list[str]:
+def report(data: dict[str, Any], device: str, before: str = "") -> list[str]:
     """The sections of the results file; those of parts without data are kept from `before`."""
     sections = {
-        "requests": (REQUESTS, request_table),
+        "requests": (REQUESTS_ON_CPU if device == "cpu" else REQUESTS, request_table),
         "links": (LINKS, link_table),
         "without": (WITHOUT, without_table),
         "throughput": (THROUGHPUT, throughput_table),
@@ -393,7 +393,9 @@ arena. *cold*: it is copied there first. *restart*: a new process imports torch,
 and loads its weights, once. *overhead*: a resident request's time less its forward pass in the
 worker, p50 / p99. *copies*: the rate of a cold request's copies, while the worker computes, and of
 one plain copy of 64 MiB. *times faster*: restart over resident, over cold, and without the
-forward pass: restart less ready over overhead.
+forward pass: restart less ready over overhead."""
+
+REQUESTS_ON_CPU = f"""{REQUESTS}
 
 Over whole requests, a restart is tens of times slower: most of a request on this processor is the
 forward pass, which is the same in both. Without it, a restart is hundreds of times slower. The
@@ -593,14 +595,14 @@ def main() -> None:
         if not given.smoke:
             given.data.write_text(json.dumps(data))
     if given.smoke:
-        print("\n\n".join(report(data)))
+        print("\n\n".join(report(data, given.device)))
     elif "report" in chosen:
         if given.device == "cpu":
             plot(data)
         name = "switching" if given.device == "cpu" else "switching_cuda"
         file = RESULTS / f"{name}.md"
         before = file.read_text() if file.exists() else ""
-        write(name, "Model switching", *report(data, before))
+        write(name, "Model switching", *report(data, given.device, before))
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ def _git(*arguments: str) -> str:
 
 
 def machine() -> str:
-    """Processor, cores, memory, kernel, versions and commit, in one line."""
+    """Processor, cores, memory, GPU, kernel, versions and commit, in one line."""
     model = next(
         (
             line.split(":")[1].strip()
@@ -46,8 +46,9 @@ def machine() -> str:
         platform.machine(),
     )
     memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (1 << 30)
+    gpu = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
     return (
-        f"{model}, {len(os.sched_getaffinity(0))} cores, {memory_gib:.0f} GiB; Linux "
+        f"{model}, {len(os.sched_getaffinity(0))} cores, {memory_gib:.0f} GiB{gpu}; Linux "
         f"{platform.release().split('-')[0]}; Python {platform.python_version()}, torch "
         f"{torch.__version__}, torchrelay {__version__}, commit {commit()}"
     )

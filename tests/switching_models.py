@@ -6,6 +6,7 @@ import functools
 import os
 import random
 import signal
+import subprocess
 import sys
 import time
 from types import SimpleNamespace
@@ -324,3 +325,11 @@ def slow_training(**kwargs: Any) -> Training:
     """A task that takes a while to build."""
     time.sleep(0.5)
     return Training(**kwargs)
+
+
+def terminating() -> Chain:
+    """Ends a process as pools end theirs."""
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    child.terminate()
+    assert child.wait() == -signal.SIGTERM
+    return Chain()

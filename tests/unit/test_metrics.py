@@ -85,9 +85,10 @@ def test_the_rank_is_that_of_the_process_group_without_a_launcher(tmp_path: Path
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_forked_process_does_not_hold_the_port() -> None:
     fork = multiprocessing.get_context("fork")
-    may_end = fork.Event()
+    has_started, may_end = fork.Event(), fork.Event()
 
     def work() -> None:
+        has_started.set()
         endpoint.close()
         may_end.wait()
 
@@ -95,6 +96,7 @@ def test_a_forked_process_does_not_hold_the_port() -> None:
         child = fork.Process(target=work, daemon=True)
         child.start()
     try:
+        assert has_started.wait(60)
         metrics.serve(endpoint.port).close()
         may_end.set()
         child.join(60)

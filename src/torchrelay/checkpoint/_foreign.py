@@ -71,7 +71,7 @@ def find_checkpoint(path: Path) -> tuple[Folder, Callable[[], Manifest]]:
         )
     if files:
         foreign = LocalFolder(local, follow_links=True)  # as Hugging Face's cache has them
-        return foreign, lambda: _manifest_of(foreign, _weights(foreign, names))
+        return foreign, lambda: _manifest_of_folder(foreign, names)
     what = f"not a checkpoint: neither {MANIFEST}, which a save writes last, nor safetensors files"
     if newest := _catalog.newest_inside(local):
         what = (
@@ -84,13 +84,20 @@ def find_checkpoint(path: Path) -> tuple[Folder, Callable[[], Manifest]]:
     raise StorageError(errno.ENOENT, f"{local}: {what}")
 
 
-def _weights(folder: Folder, names: list[str]) -> list[str]:
-    """Return which safetensors files of a folder to read: of a Hugging Face snapshot, which may
-    hold the weights several times, those that transformers reads.
+class _RepeatedError(CorruptionError):
+    """A tensor is in two files."""
+
+
+def _manifest_of_folder(folder: Folder, names: list[str]) -> Manifest:
+    """Describe all safetensors files of a folder; of a Hugging Face snapshot that holds the weights
+    several times, those that transformers reads.
     """
-    if _SINGLE in names:
-        return [_SINGLE]
-    files = {name for name in names if name.endswith(".safetensors")}
+    files = sorted(name for name in names if name.endswith(".safetensors"))
+    if _SINGLE in files:
+        try:
+            return _manifest_of(folder, files)
+        except _RepeatedError:
+            return _manifest_of(folder, [_SINGLE])
     if INDEX in names:
         where = f"{folder.location}/{INDEX}"
         index = parse(folder.content(INDEX, MAX_HEADER_BYTES), where, "the index")
@@ -98,10 +105,10 @@ def _weights(folder: Folder, names: list[str]) -> list[str]:
             listed = {*index["weight_map"].values()}
         except PARSING_ERRORS as error:
             raise CorruptionError(f"{where}: the index is damaged ({error})") from None
-        if missing := sorted(map(repr, listed - files)):
-            raise CorruptionError(f"{where}: it lists {missing[0]}, which is not in the folder")
-        files = listed
-    return sorted(files)
+        files = [name for name in files if name in listed]  # perhaps a part of the snapshot
+        if not files:
+            raise CorruptionError(f"{where}: none of the files that it lists is in the folder")
+    return _manifest_of(folder, files)
 
 
 def _manifest_of(folder: Folder, names: list[str]) -> Manifest:
@@ -131,7 +138,8 @@ def _manifest_of(folder: Folder, names: list[str]) -> Manifest:
                 )
                 if record["chunks"] and not begins:
                     other = record["chunks"][0]["file"]
-                    parser.fail(f"tensor {key!r} is in {other} and in {name}")
+                    text = f"tensor {key!r} is in {other} and in {name}"
+                    raise _RepeatedError(f"{folder.location}: {text}")
                 if record["dtype"] != dtype:
                     parser.fail(f"tensor {key!r}: its parts have different dtypes")
                 record["shape"] = [*map(max, record["shape"], map(add, begin, shape))]

@@ -27,7 +27,7 @@ __all__ = [
 # Without a launcher this process is alone, and Open MPI would leave a shared memory segment behind.
 _TRANSPORTS = "OMPI_MCA_btl"
 # Settings of MPI libraries begin with the same letters as some of these, such as PMIX_MCA_gds.
-_MPI_RANKS = ("PMIX_RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK")
+_MPI_RANKS = ("PMIX_RANK", "PMI_RANK", "PMI_ID", "OMPI_COMM_WORLD_RANK")
 _OF_LAUNCHERS = ("PMIX_", "PMI_", "OMPI_COMM_WORLD_")
 _TORCHRUN = "TORCHELASTIC_RUN_ID"  # its workers inherit the variables of an MPI around it
 _MODULE = "mpi4py.MPI"

@@ -175,8 +175,12 @@ class Mailbox:
             return self._channels[channel].take(tag)
 
     def has_unsent(self) -> bool:
-        """Return whether messages wait until a rank, which has not ended, reads earlier ones."""
+        """Return whether messages wait until a rank, which has not ended, reads earlier ones.
+
+        Reads what has arrived, for which others may wait in the same way.
+        """
         with self._lock:
+            self._deliver_arrived()
             return any(map(self._endpoint.has_unsent, range(len(self._sent))))
 
     def poll(self) -> None:

@@ -362,8 +362,8 @@ def _leave() -> None:
     if _broken is None and error is None:
         _has_ended = True
         if _end is None:
+            _wait_until_sent()  # but not for this notice, which ranks that ended do not take
             _send_all(ENDED, "")
-            _wait_until_sent()
             return
         try:
             _end_together(_end.start())

@@ -208,6 +208,10 @@ class Server(Resource):
         """Whether the values of all keys have the same length."""
         return len(self._lengths) == 1
 
+    def has_one_length(self, keys: torch.Tensor) -> bool:
+        """Whether the values of ``keys``, which the table has, are of one length."""
+        return self.is_uniform or len({self._lengths[key] for key in keys.tolist()}) == 1
+
     @property
     def node(self) -> int:
         return self.topology.node

@@ -147,10 +147,7 @@ class _KeyAccess(Resource):
         elements = self.server.store.elements(False, address, count)
         if elements * self._dtype.itemsize != size:
             return keys, values  # the native core reports what is wrong
-        if (
-            not self.server.is_uniform
-            and len({self.get_key_size(key) for key in unique.tolist()}) > 1
-        ):
+        if not self.server.has_one_length(unique):
             raise ArgumentError(
                 "gradients with repeated keys need keys of one length; sum them before"
             )

@@ -32,6 +32,9 @@ from torchrelay.switching._tensors import HEADER, check_tensors, decode, encode,
 
 __all__ = ["Client"]
 
+_after_fork = threading.Lock()  # for the first calls of a forked process's threads
+os.register_at_fork(after_in_child=_after_fork._at_fork_reinit)  # type: ignore[attr-defined]
+
 
 class Client(Resource):
     """Calls models of a server that speaks the Open Inference Protocol v2. Thread-safe; one call at
@@ -159,11 +162,14 @@ class Client(Resource):
     def _own_lock(self) -> threading.Lock:
         """Return the lock of this process's connection, which is never that of its parent."""
         if self._origin.is_forked:
-            # Closing the connection itself might wait for a lock that a thread of the parent held.
-            if self._connection.sock is not None:
-                os.close(self._connection.sock.detach())
-            self._connection, self._lock = self._connect(), threading.Lock()
-            self._origin = _native.Origin()
+            with _after_fork:
+                if self._origin.is_forked:
+                    # Closing the connection itself might wait for a lock that a thread of the
+                    # parent held.
+                    if self._connection.sock is not None:
+                        os.close(self._connection.sock.detach())
+                    self._connection, self._lock = self._connect(), threading.Lock()
+                    self._origin = _native.Origin()  # last: other threads read it without the lock
         return self._lock
 
     def _response(self, *request: Any) -> http.client.HTTPResponse:

@@ -298,8 +298,11 @@ def main() -> None:
     # The daemon may be killed while a request computes for long.
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     # Ctrl-C, and systemd's SIGTERM, reach the whole group; the daemon decides.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Not ignored: processes that a model starts would inherit that, and pools end theirs so.
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    signal.siginterrupt(signal.SIGTERM, False)
+    os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
     if threads:
         torch.set_num_threads(threads)
     channel = Channel(socket.socket(fileno=socket_fd))

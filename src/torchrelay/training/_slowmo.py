@@ -267,12 +267,12 @@ def average_parameters(
 
     Collective. All ranks pass tensors of the same shapes and dtypes in the same order. Local
     tensors of a DTensor are averaged with the same shard of other ranks. After an error, each
-    tensor has either its old values or their mean.
+    element has either its old value or the mean.
     """
     size = dist.get_world_size(group)
     running: deque[tuple[torch.Tensor, torch.Tensor, Any]] = deque()
     running_bytes = 0
-    for tensor in filter(torch.numel, (_local(param.detach()) for param in params)):
+    for tensor in (piece for param in params for piece in _pieces(_local(param.detach()))):
         wide = torch.promote_types(tensor.dtype, torch.float32)
         mean = tensor.to(wide).contiguous().div(size)
         running.append((tensor, mean, dist.all_reduce(mean, group=group, async_op=True)))
@@ -285,6 +285,14 @@ def average_parameters(
 
 # How many bytes are averaged at a time, in copies.
 _COPIED_BYTES = 64 << 20
+
+
+def _pieces(tensor: torch.Tensor) -> Iterable[torch.Tensor]:
+    """Return views of ``tensor``'s rows whose copies stay small; of an empty one none."""
+    if tensor.dim() == 0 or tensor.numel() == 0:
+        return (tensor,)[: tensor.numel()]
+    row_bytes = 8 * tensor[0].numel()
+    return torch.split(tensor, max(1, _COPIED_BYTES // row_bytes))
 
 
 def _finish(tensor: torch.Tensor, mean: torch.Tensor, work: Any) -> int:

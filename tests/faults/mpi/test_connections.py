@@ -52,13 +52,13 @@ def cut():
 """
 
 
-def run(folder: Path, body: str) -> Finished:
+def run(folder: Path, body: str, timeout_s: float = 60) -> Finished:
     return run_script(
         "gloo",
         folder,
         HEAD + textwrap.dedent(body),
         size=2,
-        timeout_s="60",
+        timeout_s=str(timeout_s),
         TORCHRELAY_TRANSPORT_LOCAL_SOCKETS="0",
         TORCHRELAY_TRANSPORT_HEARTBEAT_S="0.1",
         TORCHRELAY_TRANSPORT_PEER_TIMEOUT_S="0.2",
@@ -96,6 +96,12 @@ def test_a_rank_ends_once_its_messages_are_sent(tmp_path: Path) -> None:
             assert (comm.Recv(torch.empty(LENGTH), 0) == 3).all()
         """,
     )
+    assert job.code == 0, job.output
+
+
+def test_ranks_that_end_with_messages_to_each_other_end(tmp_path: Path) -> None:
+    """Each waits until the other has read, which it does while it waits."""
+    job = run(tmp_path, "handle = comm.Isend(torch.ones(LENGTH), 1 - comm.rank)", 2 * SCRIPT_S)
     assert job.code == 0, job.output
 
 

@@ -111,6 +111,12 @@ def test_a_worker_leaves_sigterm_to_the_daemon(switcher: Switcher) -> None:
     assert sorted(pids(switcher, "standby")) == before
 
 
+def test_what_a_model_starts_does_not_ignore_sigterm(switcher: Switcher, store: ModelStore) -> None:
+    store.add("terminating", models.terminating, inputs={"x": X})
+    switcher.load("terminating", timeout_s=WAIT_S)
+    assert switcher.infer("terminating", {"x": X})["output"].shape == X.shape
+
+
 def test_a_worker_killed_during_a_copy_leaves_the_arena_right(switcher: Switcher) -> None:
     two_standby(switcher)
     expected = switcher.infer("chain", {"x": X})["output"]

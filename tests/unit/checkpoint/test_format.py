@@ -288,11 +288,21 @@ def test_of_a_snapshot_with_several_sets_of_weights_one_is_read(tmp_path: Path) 
     index = json.dumps({"metadata": {}, "weight_map": {"w": "part.safetensors"}})
     assert loaded(index, consolidated=1.0, part=2.0) == 2.0
     assert loaded(index, model=1.0, part=2.0) == 1.0  # as transformers chooses
-    with pytest.raises(CorruptionError, match=r"index\.json: it lists 'part\.safetensors', which"):
+    with pytest.raises(CorruptionError, match=r"index\.json: none of the files that it lists"):
         loaded(index, other=1.0)
+    index = json.dumps({"weight_map": {"w": "part.safetensors", "v": "not-here.safetensors"}})
+    assert loaded(index, part=2.0) == 2.0
     for damaged in ("{}", "[]", '{"weight_map": {"w": []}}', '{"weight_map": 1}', "{"):
         with pytest.raises(CorruptionError, match=r"index\.json: the index is damaged"):
             loaded(damaged, part=2.0)
+
+
+def test_files_of_different_tensors_are_one_state(tmp_path: Path) -> None:
+    for name in ("model", "head"):
+        safetensors.torch.save_file({name: torch.ones(3)}, tmp_path / f"{name}.safetensors")
+    found = {"model": torch.zeros(3), "head": torch.zeros(3)}
+    load(found, tmp_path)
+    assert all(tensor.eq(1).all() for tensor in found.values())
 
 
 def test_padding_is_that_of_our_files_only(tmp_path: Path) -> None:
