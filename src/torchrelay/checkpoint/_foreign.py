@@ -64,14 +64,14 @@ def find_checkpoint(path: Path) -> tuple[Folder, Callable[[], Manifest]]:
 
         return folder, lambda: manifest_of_dcp(folder)
     folder.close()
-    files = [name for name in names if name.endswith(".safetensors")]
+    files = sorted(name for name in names if name.endswith(".safetensors"))
     if any(map(DATA_NAME.fullmatch, files)):
         raise CorruptionError(
             f"{local}: {MANIFEST} is missing, without which the data files are no checkpoint"
         )
     if files:
         foreign = LocalFolder(local, follow_links=True)  # as Hugging Face's cache has them
-        return foreign, lambda: _manifest_of_folder(foreign, names)
+        return foreign, lambda: _manifest_of_folder(foreign, files, INDEX in names)
     what = f"not a checkpoint: neither {MANIFEST}, which a save writes last, nor safetensors files"
     if newest := _catalog.newest_inside(local):
         what = (
@@ -88,17 +88,16 @@ class _RepeatedError(CorruptionError):
     """A tensor is in two files."""
 
 
-def _manifest_of_folder(folder: Folder, names: list[str]) -> Manifest:
+def _manifest_of_folder(folder: Folder, files: list[str], has_index: bool) -> Manifest:
     """Describe all safetensors files of a folder; of a Hugging Face snapshot that holds the weights
     several times, those that transformers reads.
     """
-    files = sorted(name for name in names if name.endswith(".safetensors"))
     if _SINGLE in files:
         try:
             return _manifest_of(folder, files)
         except _RepeatedError:
             return _manifest_of(folder, [_SINGLE])
-    if INDEX in names:
+    if has_index:
         where = f"{folder.location}/{INDEX}"
         index = parse(folder.content(INDEX, MAX_HEADER_BYTES), where, "the index")
         try:

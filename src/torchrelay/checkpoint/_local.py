@@ -246,7 +246,7 @@ class _LocalSink:
 
     def abort(self) -> None:
         if self._fd >= 0:
-            with contextlib.suppress(OSError):  # gives a full disk room for the note of the error
+            with contextlib.suppress(OSError):  # a full disk then takes the note of the error
                 os.ftruncate(self._fd, 0)
             os.close(self._fd)
             self._fd = -1

@@ -4,6 +4,7 @@ in.
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import os
@@ -232,6 +233,7 @@ def test_more_files_than_a_process_may_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torchrelay.checkpoint._local._MAX_OPEN_FILES", 5, raising=False)
+    gc.collect()  # readers of other tests, which close their files then
     opened = [int(name) for name in os.listdir("/proc/self/fd")]
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = max(opened) + 50
