@@ -20,6 +20,7 @@ import argparse
 import contextlib
 import ctypes
 import functools
+import itertools
 import json
 import os
 import re
@@ -77,19 +78,24 @@ def first_tensor(result: Any) -> torch.Tensor:
 
 RESTART = """
 import sys, torch
+for name in dir(torch.nn.init):  # the weights are loaded; from_pretrained() skips this too
+    if name.endswith("_") and not name.startswith("_"):
+        setattr(torch.nn.init, name, lambda tensor, *_, **__: tensor)
 torch.set_num_threads(int(sys.argv[4]))
 sys.path.insert(0, sys.argv[1])
 from hf_models import build, inputs_of
 model = build(sys.argv[2])
-model.load_state_dict(torch.load(sys.argv[3], weights_only=True))
+model.load_state_dict(torch.load(sys.argv[3], weights_only=True, map_location="cpu"))
+model.to(sys.argv[5])
 with torch.inference_mode():
-    model(**inputs_of(sys.argv[2]))
+    model(**{key: value.to(sys.argv[5]) for key, value in inputs_of(sys.argv[2]).items()})
 """
 
 
-def restart(name: str, weights: Path, threads: int) -> None:
+def restart(name: str, weights: Path, options: Options) -> None:
     """A new process: import torch, build, load, compute."""
-    arguments = [str(MODELS_FILE.parent), name, str(weights), str(threads)]
+    arguments = [str(MODELS_FILE.parent), name, str(weights), str(options["threads"])]
+    arguments.append(options["device"])
     subprocess.run([sys.executable, "-c", RESTART, *arguments], check=True)
 
 
@@ -98,12 +104,14 @@ class Rivals:
 
     def __init__(self, names: tuple[str, ...], folder: Path, device: str) -> None:
         self.device = device
+        self.folder = folder
         self.ready = {name: build(name).to(device) for name in names}
         self.files = {name: folder / f"{name}.pt" for name in names}
         for name, model in self.ready.items():
             torch.save(model.state_dict(), self.files[name])
         self.states = {
-            name: torch.load(file, weights_only=True) for name, file in self.files.items()
+            name: torch.load(file, weights_only=True, map_location="cpu")
+            for name, file in self.files.items()
         }
 
     def run(self, name: str) -> torch.Tensor:
@@ -116,7 +124,7 @@ class Rivals:
         self.run(name)
 
     def load_mmap(self, name: str) -> None:
-        state = torch.load(self.files[name], weights_only=True, mmap=True)
+        state = torch.load(self.files[name], weights_only=True, map_location="cpu", mmap=True)
         self.ready[name].load_state_dict(state)
         self.run(name)
 
@@ -162,11 +170,9 @@ def cold(switcher: Switcher, name: str) -> Callable[[], object]:
 
 
 def requests(
-    store: ModelStore, names: tuple[str, ...], repeats: int, options: Options, folder: Path
+    rivals: Rivals, store: ModelStore, names: tuple[str, ...], repeats: int, options: Options
 ) -> dict[str, Any]:
     """Times of a request each way; every request of the switcher follows one to another model."""
-    rivals = Rivals(names, folder, options["device"])
-    fill(store, names, rivals)
     runs: dict[str, Runs] = {name: {} for name in names}
     with open_switcher(store, names, **options) as switcher:
         check(switcher, rivals, names)
@@ -179,7 +185,7 @@ def requests(
                 }
                 if repeat < RESTARTS:
                     ways["restart"] = lambda name=name: restart(  # type: ignore[misc]
-                        name, rivals.files[name], options["threads"]
+                        name, rivals.files[name], options
                     )
                 for way, run in ways.items():
                     runs[name].setdefault(way, []).append(timed(run))
@@ -216,12 +222,11 @@ VARIANTS: dict[str, Options] = {
 
 
 def links(
-    store: ModelStore, names: tuple[str, ...], repeats: int, options: Options, folder: Path
+    rivals: Rivals, store: ModelStore, names: tuple[str, ...], repeats: int, options: Options
 ) -> dict[str, Any]:
     """Cold switches over an emulated link, with the best grouping, one group, and a group for each
     layer.
     """
-    fill(store, names, Rivals(names, folder, options["device"]))
     cells: dict[str, Any] = {}
     with contextlib.ExitStack() as stack:
         switchers = {
@@ -231,7 +236,7 @@ def links(
                     names,
                     link_gbps=LINK_GBPS,
                     workers=1,
-                    profile_folder=str(folder),
+                    profile_folder=str(rivals.folder),
                     **options,
                     **changed,
                 )
@@ -267,10 +272,9 @@ def transfer(switcher: Switcher, name: str) -> dict[str, float]:
 
 
 def without(
-    store: ModelStore, names: tuple[str, ...], repeats: int, options: Options, folder: Path
+    rivals: Rivals, store: ModelStore, names: tuple[str, ...], repeats: int, options: Options
 ) -> dict[str, Any]:
     """Cold switches with all parts, without the pool, and without a process that stands by."""
-    fill(store, names, Rivals(names, folder, options["device"]))
     cells: dict[str, Runs] = {name: {"all": [], "pool": [], "standby": []} for name in names}
     with open_switcher(store, names, link_gbps=LINK_GBPS, workers=1, **options) as switcher:
         for repeat in range(repeats):
@@ -319,7 +323,7 @@ def end_worker(switcher: Switcher) -> None:
 
 
 def throughput(
-    store: ModelStore, names: tuple[str, ...], repeats: int, options: Options, folder: Path
+    rivals: Rivals, store: ModelStore, names: tuple[str, ...], repeats: int, options: Options
 ) -> dict[str, Any]:
     """Latencies of one client that calls two models in turn, so many seconds each; beside ready
     models.
@@ -328,8 +332,6 @@ def throughput(
     cycles, whole_s = (CYCLES_S, BATCH_SECONDS) if repeats > 1 else ((0.1,), 0.4)
     measured: dict[str, Any] = {}
     for pair in pairs:
-        rivals = Rivals(pair, folder, options["device"])
-        fill(store, pair, rivals)
         with open_switcher(store, pair, **options) as switcher:
             check(switcher, rivals, pair)
             for cycle_s in cycles:
@@ -561,6 +563,14 @@ def merged(data: dict[str, Any], part: str, new: dict[str, Any]) -> dict[str, An
     return {**data, part: {**data.get(part, {}), **new}}
 
 
+def models_of(part: str, given: argparse.Namespace) -> tuple[str, ...]:
+    """The models of a part; none of the emulated link's on a GPU, which has a link of its own."""
+    is_emulated = part in ("links", "without")
+    if is_emulated and given.device != "cpu":
+        return ()
+    return tuple(given.models or (SMOKE if given.smoke else PAPER if is_emulated else NAMES))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -583,17 +593,17 @@ def main() -> None:
     chosen = [given.part] if given.part else [*PARTS, "report"]
     keeps = given.part is not None and not given.smoke and given.data.exists()
     data: dict[str, Any] = json.loads(given.data.read_text()) if keeps else {}
-    for part in (one for one in chosen if one in PARTS):
-        if part in ("links", "without") and given.device != "cpu":
-            continue  # a GPU has its own link
-        names = PAPER if part in ("links", "without") else NAMES
-        if given.models or given.smoke:
-            names = tuple(given.models or SMOKE)
-        with tempfile.TemporaryDirectory() as folder, ModelStore() as store:
-            new = PARTS[part](store, names, repeats, options, Path(folder))
-        data = merged(data, part, new)
-        if not given.smoke:
-            given.data.write_text(json.dumps(data))
+    names_of = {
+        part: names for part in PARTS if part in chosen and (names := models_of(part, given))
+    }
+    with tempfile.TemporaryDirectory() as folder, ModelStore() as store:
+        names = tuple(dict.fromkeys(itertools.chain(*names_of.values())))
+        rivals = Rivals(names, Path(folder), given.device)
+        fill(store, names, rivals)
+        for part, names in names_of.items():
+            data = merged(data, part, PARTS[part](rivals, store, names, repeats, options))
+            if not given.smoke:
+                given.data.write_text(json.dumps(data))
     if given.smoke:
         print("\n\n".join(report(data, given.device)))
     elif "report" in chosen:

@@ -22,7 +22,7 @@ from torchrelay.errors import ModelError
 from torchrelay.switching._contract import align
 from torchrelay.switching._layout import ModelLayout, TensorSpec, view_of
 
-__all__ = ["Arrivals", "Binding", "prepare"]
+__all__ = ["Arrivals", "Binding"]
 
 
 @dataclass
@@ -140,6 +140,12 @@ class Arrivals(TorchDispatchMode):
         self._binding = binding
         self._wait = wait
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Keep torch from wrapping each call, for which it would import its compiler."""
+        return False
+
+    @_torch.never_compiled
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -150,13 +156,6 @@ class Arrivals(TorchDispatchMode):
                     self._wait(storage)
                     self._binding.correct(value, storage)
         return func(*args, **(kwargs or {}))
-
-
-def prepare() -> None:
-    """Import what torch imports when the first dispatch mode is entered; that takes seconds."""
-    empty = Binding(torch.nn.Module(), ModelLayout((), ()), torch.device("cpu"), 0)
-    with Arrivals(empty, lambda _: None):
-        torch.zeros(1)
 
 
 def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Iterator[torch.Tensor]:

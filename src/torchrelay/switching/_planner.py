@@ -21,7 +21,7 @@ from torchrelay.switching._contract import Copy, WorkerLink, align
 from torchrelay.switching._layout import ModelLayout
 from torchrelay.switching._profile import Profile
 
-__all__ = ["Costs", "Grouped", "best_grouping", "measure_link"]
+__all__ = ["Costs", "Grouped", "best_grouping", "measure_link", "pipeline_s"]
 
 # What a message to a waiting process costs each side, about the same on all machines measured.
 _WAKE_S = 40e-6
@@ -75,6 +75,19 @@ def best_grouping(
     return tuple(reversed(ends))
 
 
+def pipeline_s(
+    ends: Sequence[int], size_bytes: Sequence[int], compute_s: Sequence[float], costs: Costs
+) -> float:
+    """Return when the last of the groups that end at `ends` is computed, from the start of the
+    first copy.
+    """
+    copied_s = computed_s = 0.0
+    for start, end in pairwise((0, *ends)):
+        copied_s += costs.copy_overhead_s + sum(size_bytes[start:end]) / costs.bytes_per_s
+        computed_s = max(computed_s, copied_s) + costs.group_overhead_s + sum(compute_s[start:end])
+    return computed_s
+
+
 def measure_link(link: WorkerLink, source: torch.Tensor) -> Costs:
     """Return the rate and overhead of copies of `source` (uint8) to the start of the arena.
 
@@ -114,14 +127,21 @@ class Grouped:
     ) -> Grouped:
         """Group the profiled layers: as the planner decides ("best"), into "one" group, or each on
         its own ("layer").
+
+        Operators that may wait take longer. So a short model is computed first if it is one group,
+        which needs none.
         """
-        layers = [layer for layer in profile if layer.storages]
+        layers = [layer for layer in profile.layers if layer.storages]
         if not layers or policy == "one":
             return cls.one_group(layout)
         ends = tuple(range(1, len(layers) + 1))
         if policy == "best":
             sizes = [sum(align(layout.storages[one]) for one in layer.storages) for layer in layers]
-            ends = best_grouping(sizes, [layer.compute_s for layer in layers], costs)
+            times = [layer.compute_s for layer in layers]
+            ends = best_grouping(sizes, times, costs)
+            one_group_s = pipeline_s((1,), [sum(sizes)], [profile.whole_s], costs)
+            if pipeline_s(ends, sizes, times, costs) >= one_group_s:
+                return cls.one_group(layout)
         groups = tuple(
             tuple(storage for layer in layers[start:end] for storage in layer.storages)
             for start, end in pairwise((0, *ends))

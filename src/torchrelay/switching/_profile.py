@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -21,20 +22,28 @@ _REPEATS = 3
 
 
 class Layer(NamedTuple):
-    """One layer: the storages first used between two module calls, and the time between them."""
+    """One layer: the storages first used between two module calls, and the time between them while
+    operators may wait.
+    """
 
     storages: tuple[int, ...]
     compute_s: float
 
 
-Profile = tuple[Layer, ...]  # in the order of execution
+class Profile(NamedTuple):
+    """The layers of a model in the order of execution, and how long its forward pass takes when no
+    operator has to wait; no layers if it runs whole in any case.
+    """
+
+    layers: tuple[Layer, ...] = ()
+    whole_s: float = 0.0
 
 
 def profile_module(
     binding: Binding, run: Callable[[], object], synchronize: Callable[[], None]
 ) -> Profile:
-    """Run the module of `binding`, all of which is bound, by `run` once traced and a few times
-    timed.
+    """Run the module of `binding`, all of which is bound, by `run` once traced and, with waiting
+    operators and without, a few times timed.
 
     Args:
         synchronize: waits for the device; a no-op on the CPU.
@@ -54,8 +63,9 @@ def profile_module(
         run()
     for storage, address in enumerate(addresses):
         binding.bind(storage, address)
-    times = [_time(module, run, synchronize, len(calls)) for _ in range(_REPEATS)]
-    compute = [sorted(one)[len(one) // 2] for one in zip(*times, strict=True)]
+    with Arrivals(binding, lambda _: None):
+        times = [_time(module, run, synchronize, len(calls)) for _ in range(_REPEATS)]
+    compute = [statistics.median(one) for one in zip(*times, strict=True)]
     called = {path: index for index, path in reversed(list(enumerate(calls)))}
     for spec in binding.layout.tensors:  # what was not used: with its module's call, or first
         owners = [called.get(path.rpartition(".")[0], 0) for path in spec.paths]
@@ -67,7 +77,8 @@ def profile_module(
             layers[-1] = Layer(layers[-1].storages, layers[-1].compute_s + seconds)
         else:
             layers.append(Layer(storages, seconds))
-    return tuple(layers)
+    whole = [_seconds(run, synchronize) for _ in range(_REPEATS)]
+    return Profile(tuple(layers), statistics.median(whole))
 
 
 @contextlib.contextmanager
@@ -106,18 +117,27 @@ def _time(
     return (spans + [0.0] * count)[:count]
 
 
+def _seconds(run: Callable[[], object], synchronize: Callable[[], None]) -> float:
+    start = time.perf_counter()
+    run()
+    synchronize()
+    return time.perf_counter() - start
+
+
 def load_profile(file: Path | None, storages: int) -> Profile | None:
     """Return the profile in `file` of a model of so many `storages`; None without one, or if it is
     damaged.
     """
     try:
-        layers = json.loads(file.read_text()) if file is not None else None
-        if not isinstance(layers, list):
+        kept = json.loads(file.read_text()) if file is not None else None
+        if not isinstance(kept, dict):
             return None
-        profile = tuple(Layer(tuple(map(int, one)), float(seconds)) for one, seconds in layers)
-        found = sorted(storage for layer in profile for storage in layer.storages)
-        return profile if found == list(range(storages)) or not profile else None
-    except (OSError, ValueError, TypeError):
+        layers = tuple(Layer(tuple(map(int, one)), float(s)) for one, s in kept["layers"])
+        found = sorted(storage for layer in layers for storage in layer.storages)
+        if layers and found != list(range(storages)):
+            return None
+        return Profile(layers, float(kept["whole_s"]))
+    except (OSError, ValueError, TypeError, KeyError):
         return None
 
 
@@ -128,5 +148,5 @@ def save_profile(file: Path | None, profile: Profile) -> None:
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         temporary = file.with_suffix(f".{os.getpid()}.tmp")
-        temporary.write_text(json.dumps(profile))
+        temporary.write_text(json.dumps(profile._asdict()))
         temporary.replace(file)

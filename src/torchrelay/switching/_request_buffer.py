@@ -72,7 +72,8 @@ class RequestBuffer:
         self._started[0] = request_id
 
     def write(self, tensors: Mapping[str, torch.Tensor], start: int) -> tuple[list[Written], int]:
-        """Write `tensors` from the aligned byte `start`; return where they are, and their end.
+        """Write `tensors`, of any device, from the aligned byte `start`; return where they are, and
+        their end.
 
         Raises:
             CapacityError: they do not fit.
@@ -87,8 +88,11 @@ class RequestBuffer:
                     f"{self.size_bytes - start} of the request buffer are left; start with larger "
                     "request_bytes"
                 )
-            ctypes.memmove(self._tensors + offset, plain.data_ptr(), size_bytes)
             written.append((name, str(tensor.dtype), tuple(tensor.shape), offset))
+            if plain.is_cpu:
+                ctypes.memmove(self._tensors + offset, plain.data_ptr(), size_bytes)
+            else:
+                _tensor_in(_view_of(self._segment), written[-1]).copy_(plain)
             offset += align(size_bytes)
         return written, offset
 

@@ -23,7 +23,7 @@ from torchrelay import _torch
 from torchrelay._helper import Channel
 from torchrelay.errors import ArgumentError, ModelError, PeerLostError, to_json
 from torchrelay.switching import _messages, _training
-from torchrelay.switching._binding import Arrivals, Binding, prepare
+from torchrelay.switching._binding import Arrivals, Binding
 from torchrelay.switching._cache import SharedCache
 from torchrelay.switching._planner import Grouped
 from torchrelay.switching._profile import Profile, profile_module
@@ -57,27 +57,30 @@ class _Loaded:
         self.grouped = grouped
         self._places = []
 
-    def bind(self, places: list[int], missing: list[int]) -> None:
+    def bind(self, places: list[int], missing: list[int], *, whole: bool) -> None:
         """Bind the groups to the addresses `places`, except for those that are `missing`; costs
         nothing if they are there already.
+
+        Args:
+            whole: the model does not run before all have arrived, so bind those too.
         """
         if places != self._places or missing or self.missing:
             self._places, self.missing = places, set(missing)
             for group in range(len(places)):
-                self._move(group)
+                self._move(group, is_there=whole or group not in self.missing)
         self.binding.check()
 
     def arrive(self, group: int) -> None:
         """Bind a group that is in its place now."""
         self.missing.discard(group)
-        self._move(group)
+        self._move(group, is_there=True)
 
-    def _move(self, group: int) -> None:
+    def _move(self, group: int, *, is_there: bool) -> None:
         for storage, offset in self.grouped.places(group):
-            if group in self.missing:
-                self.binding.unbind(storage)
-            else:
+            if is_there:
                 self.binding.bind(storage, self._places[group] + offset)
+            else:
+                self.binding.unbind(storage)
 
 
 class ModelRunner:
@@ -166,30 +169,33 @@ class ModelRunner:
         profile, written = None, list[Written]()
         if run.is_profile:
             results = None  # they may view weights, which move now
-            profile = () if run.whole else self._profiled(loaded, inputs())
+            profile = Profile() if run.whole else self._profiled(loaded, inputs())
         else:
-            outputs = {name: value.cpu() for name, value in _named(results).items()}
-            written, _ = buffer.write(outputs, run.outputs_at)
+            written, _ = buffer.write(_named(results), run.outputs_at)
         compute_s = time.perf_counter() - start - bound_s
         self._channel.send(_messages.Result(run.request_id, written, bound_s, compute_s, profile))
 
     def _profiled(self, loaded: _Loaded, inputs: dict[str, torch.Tensor]) -> Profile:
         """Run a model that is in place again and again."""
         if loaded.is_plain:
-            return ()  # one group
+            return Profile()
         module = loaded.binding.module
         synchronize = torch.cuda.synchronize if self._device.type == "cuda" else lambda: None
         with torch.inference_mode():
             return profile_module(loaded.binding, lambda: module(**inputs), synchronize)
 
     def _bound(self, run: _messages.Run) -> _Loaded:
-        """Return the request's model, bound to what has arrived of it."""
+        """Return the request's model, bound to what has arrived of it; to all of it if no operator
+        can wait for the rest.
+        """
         loaded = self._models.get(run.model)
         if loaded is None:
             raise ModelError(f"this worker could not build it: {self._failed[run.model]}")
         arena = self._arena.data_ptr()
-        loaded.bind([arena + offset for offset in run.offsets], run.missing)
-        if run.whole or run.is_profile:
+        places = [arena + offset for offset in run.offsets]
+        whole = run.whole or run.is_profile or loaded.is_plain or len(places) == 1
+        loaded.bind(places, run.missing, whole=whole)
+        if whole:
             self._await_all(loaded)
         return loaded
 
@@ -312,7 +318,6 @@ def main() -> None:
         buffers = [RequestBuffer.open(one) for one in requests]
         if cache.device.type == "cuda":
             _prepare_cuda(cache.device, cache.size_bytes, workers)
-        prepare()
         ModelRunner(channel, cache, buffers).run()
     except PeerLostError:
         sys.exit(0)  # the daemon has exited
