@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+import switching_models
 import weight_reads
 from torchrelay.errors import ModelError
 from torchrelay.switching import ModelStore, Switcher
@@ -26,7 +27,9 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def slow_switcher(store: ModelStore, models: float, link_gbps: float = 0.002) -> Switcher:
+def slow_switcher(
+    store: ModelStore, models: float, link_gbps: float = 0.002, grouping: str = "layer"
+) -> Switcher:
     """A switcher whose arena holds so many models, over a link on which a copy takes long."""
     largest = max(store.get(name).size_bytes for name in store.names())
     switcher = Switcher(
@@ -36,7 +39,7 @@ def slow_switcher(store: ModelStore, models: float, link_gbps: float = 0.002) ->
         threads=1,
         request_bytes=1 << 20,
         link_gbps=link_gbps,
-        grouping="layer",
+        grouping=grouping,
         start_timeout_s=WAIT_S,
     )
     for name in store.names():
@@ -44,15 +47,17 @@ def slow_switcher(store: ModelStore, models: float, link_gbps: float = 0.002) ->
     return switcher
 
 
-@pytest.mark.parametrize("seed", [0, 100])
-def test_random_modules_answer_as_copies_that_nobody_switches(one_thread: None, seed: int) -> None:
+@pytest.mark.parametrize(("seed", "grouping"), [(0, "layer"), (100, "layer"), (200, "one")])
+def test_random_modules_answer_as_copies_that_nobody_switches(
+    one_thread: None, seed: int, grouping: str
+) -> None:
     with ModelStore() as store:
         copies = {
             f"model{index}": weight_reads.add(store, f"model{index}", seed + index, index == 3)
             for index in range(4)
         }
         draw = random.Random(seed)
-        with slow_switcher(store, 1.6) as switcher:
+        with slow_switcher(store, 1.6, grouping=grouping) as switcher:
             cold = 0
             for _ in range(REQUESTS):
                 name, given = draw.choice(sorted(copies)), weight_reads.inputs(draw)
@@ -62,7 +67,7 @@ def test_random_modules_answer_as_copies_that_nobody_switches(one_thread: None, 
                 cold += bool(reply.copied_bytes)
             assert REQUESTS > cold > REQUESTS // 4
             # Another thread's read of what has not arrived ends its worker, once for each model.
-            assert switcher.status()["worker_deaths"] <= 1
+            assert switcher.status()["worker_deaths"] <= (grouping == "layer")
 
 
 def other(name: str) -> dict[str, torch.Tensor]:
@@ -95,8 +100,26 @@ def test_a_read_that_no_operator_makes_is_never_of_bytes_that_have_not_arrived(
             assert [ask() for _ in range(3)] == [1] * 3
 
 
+@pytest.mark.parametrize("grouping", ["layer", "one"])
+def test_operators_wait_only_for_one_of_several_groups(one_thread: None, grouping: str) -> None:
+    with ModelStore() as store:
+        for seed, name in enumerate(("first", "second")):
+            inputs = {"x": (torch.float32, (-1, 64))}
+            store.add(name, switching_models.watching, inputs=inputs, seed=seed)
+        with slow_switcher(store, 1.1, grouping=grouping) as switcher:
+            for name in ("first", "second", "first"):
+                cold, resident = (
+                    switcher.submit(name, {"x": torch.ones(1, 64)}).result(WAIT_S) for _ in range(2)
+                )
+                assert torch.equal(cold.outputs["output"], resident.outputs["output"])
+                assert cold.copied_bytes > 0 == resident.copied_bytes
+                assert cold.outputs["modes"].item() == (grouping == "layer")
+                assert resident.outputs["modes"].item() == 0
+
+
+@pytest.mark.parametrize("grouping", ["layer", "one"])
 def test_a_model_that_keeps_views_of_its_weights_is_refused_once_they_move(
-    one_thread: None,
+    one_thread: None, grouping: str
 ) -> None:
     inputs = {"x": (torch.float32, (-1, 64)), "program": (torch.int64, ())}
     with ModelStore() as store:
@@ -107,7 +130,7 @@ def test_a_model_that_keeps_views_of_its_weights_is_refused_once_they_move(
             kwargs={"in_features": 2, "out_features": 2},
             inputs={"input": torch.ones(1, 2)},
         )
-        with slow_switcher(store, 1.1) as switcher:
+        with slow_switcher(store, 1.1, grouping=grouping) as switcher:
             for _ in range(3):
                 with pytest.raises(ModelError, match=r"keeps a view of second\.weight"):
                     switcher.infer("keeper", other("keeper"))

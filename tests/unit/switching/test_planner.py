@@ -8,20 +8,9 @@ from itertools import combinations
 
 import pytest
 
-from torchrelay.switching._planner import Costs, best_grouping
-
-
-def pipeline_s(
-    ends: Sequence[int], size_bytes: Sequence[int], compute_s: Sequence[float], costs: Costs
-) -> float:
-    """Return when the last of the groups that end at `ends` is computed, from the start of the
-    first copy.
-    """
-    copied_s = computed_s = 0.0
-    for start, end in zip((0, *ends), ends, strict=False):
-        copied_s += costs.copy_overhead_s + sum(size_bytes[start:end]) / costs.bytes_per_s
-        computed_s = max(computed_s, copied_s) + costs.group_overhead_s + sum(compute_s[start:end])
-    return computed_s
+from torchrelay.switching._layout import ModelLayout
+from torchrelay.switching._planner import Costs, Grouped, best_grouping, pipeline_s
+from torchrelay.switching._profile import Layer, Profile
 
 
 def pipelining_bound_s(
@@ -65,6 +54,20 @@ def test_without_overheads_every_layer_is_a_group_and_with_large_ones_there_is_o
     ends = best_grouping([1] * 8, times, Costs(1.0))
     assert pipeline_s(ends, [1] * 8, times, Costs(1.0)) == 9.0
     assert best_grouping([1] * 8, times, Costs(1.0, 1e6, 0.0)) == (8,)
+
+
+@pytest.mark.parametrize("policy", ["best", "one", "layer"])
+def test_a_model_is_split_only_if_it_is_computed_earlier_for_it(policy: str) -> None:
+    layout = ModelLayout((512,) * 4, ())
+    costs = Costs(512.0)  # a second to copy a layer
+
+    def is_split(whole_s: float) -> bool:
+        # With waiting operators, all is computed 8 s after the start of the copies.
+        profile = Profile(tuple(Layer((one,), 1.75) for one in range(4)), whole_s)
+        return len(Grouped.of_profile(layout, profile, costs, policy).groups) > 1
+
+    assert is_split(4.1) == (policy != "one")  # after 4 s of copies
+    assert is_split(3.9) == (policy == "layer")
 
 
 def test_a_model_without_layers_has_no_groups() -> None:
