@@ -80,7 +80,7 @@ def start(backend: str, ranks: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--smoke", action="store_true", help="one iteration, nothing written")
-    repeats = 1 if parser.parse_args().smoke else 7
+    repeats = 1 if parser.parse_args().smoke else 5
     alone: list[float] = []
     beyond: dict[str, list[float]] = {name: [] for name in CASES}
     for _ in range(repeats):
@@ -109,7 +109,7 @@ def main() -> None:
         write(
             "import",
             "Import and start",
-            table(["import", "processor time, median of 7", "at most"], rows),
+            table(["import", "processor time, median of 5", "at most"], rows),
             "From the call of `init_process_group`, in processes that have all started, to the end "
             "of the first barrier, on the clock; medians of 3, backends in turn.",
             table(["ranks", "sml", "Gloo", "difference", "at most"], starts),

@@ -33,7 +33,7 @@ WAYS = {
     "relocation only": ["--techniques", "relocation_only"],
     "replication only": ["--techniques", "replication_only"],
 }
-EPOCHS, DIM, ROUNDS, TIMES_BASELINE = 2, 100, 3, 2.0
+EPOCHS, DIM, ROUNDS, TIMES_BASELINE = 2, 100, 2, 2.0
 EPOCH_LINE = (
     r"(?P<seconds>[\d.]+) s, (?P<local>[\d.]+)% local, (?P<sent>[\d.]+) MB out, [\d.]+ MB in, "
     r"(?P<moved>\d+) moved"

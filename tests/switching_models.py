@@ -203,10 +203,16 @@ class BrokenTraining(Training):
 
 
 class Watching(Chain):
-    """Returns, too, how many dispatch modes were active."""
+    """Returns, too, how many dispatch modes were active, of at most so many that it bears."""
+
+    def __init__(self, bears: int = 1) -> None:
+        super().__init__()
+        self.bears = bears
 
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:  # type: ignore[override]
         modes = torch._C._len_torch_dispatch_stack()
+        if modes > self.bears:
+            raise NotImplementedError("an operator that no mode supports")
         return {"output": super().forward(x), "modes": torch.tensor(modes)}
 
 
@@ -218,8 +224,8 @@ def chain(**kwargs: Any) -> nn.Module:
     return Chain(**kwargs)
 
 
-def watching() -> nn.Module:
-    return Watching()
+def watching(**kwargs: Any) -> nn.Module:
+    return Watching(**kwargs)
 
 
 def folded() -> nn.Module:

@@ -1,8 +1,8 @@
 """Modules whose tensors view memory elsewhere, which may not have arrived yet.
 
-A tensor whose bytes have not arrived has an address behind which there is no memory. Operators wait
-for it (:class:`Arrivals`); whatever else reads it fails, and never reads bytes that are another
-model's.
+While a module runs, a tensor whose bytes have not arrived has an address behind which there is no
+memory. Operators wait for it (:class:`Arrivals`); whatever else reads it fails, and never reads
+bytes that are another model's. A module that runs once all have arrived needs none of this.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class RunningBatch:
     worker: WorkerProcess
     served: Served
     copied_bytes: int
-    overlaps: bool  # it runs while its model is copied, or is profiled as if it did
+    overlaps: bool  # it runs while later groups are copied, or is profiled as if it did
     started: float
     first_group: float  # when the first missing group was in place; 0: not yet
     is_building: bool  # the worker still builds the module
@@ -202,7 +202,8 @@ class Dispatcher:
         """Return whether the inputs could be written, so that `requests` run now."""
         self.batch_starts_at = math.inf
         now, is_profile = time.monotonic(), requests[0].is_profile
-        overlaps = (bool(pinned.missing) or is_profile) and not served.runs_whole
+        is_split = bool(pinned.missing) and len(pinned.offsets) > 1
+        overlaps = (is_split or is_profile) and not served.runs_whole
         first_group = 0.0 if pinned.missing else now
         run_id, copied_bytes = new_id(), pinned.copied_bytes
         builds = worker.loaded.get(served.name) != served.key
@@ -245,7 +246,8 @@ class Dispatcher:
             run.served.model.version,
             run.worker.buffers.take(result.outputs),
             queue_s=run.started - run.requests[0].arrived,
-            switch_s=run.first_group - run.started + result.bind_s,
+            # Binding goes on meanwhile; that of a model that arrives whole ends later.
+            switch_s=max(run.first_group - run.started, result.bind_s),
             compute_s=result.compute_s,
             copied_bytes=run.copied_bytes,
         )

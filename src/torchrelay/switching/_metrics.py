@@ -21,7 +21,7 @@ __all__ = ["ServerMetrics"]
 
 _PARTS = {
     "queue": "waiting for a worker",
-    "switch": "until the model's first group is in place",
+    "switch": "until the model's first group is in place, or all of a model that arrives whole",
     "compute": "the forward pass, waiting for later groups included",
 }
 

@@ -19,6 +19,7 @@ from torchrelay.switching._binding import Arrivals, Binding
 __all__ = ["Layer", "Profile", "load_profile", "profile_module", "save_profile"]
 
 _REPEATS = 3
+_LONG_S = 1.0  # a forward pass that takes longer is timed once
 
 
 class Layer(NamedTuple):
@@ -42,8 +43,8 @@ class Profile(NamedTuple):
 def profile_module(
     binding: Binding, run: Callable[[], object], synchronize: Callable[[], None]
 ) -> Profile:
-    """Run the module of `binding`, all of which is bound, by `run` once traced and, with waiting
-    operators and without, a few times timed.
+    """Run the module of `binding`, all of which is bound, by `run` once traced and, with operators
+    that may wait and without, a few times timed.
 
     Args:
         synchronize: waits for the device; a no-op on the CPU.
@@ -57,15 +58,22 @@ def profile_module(
         first[storage] = len(calls) - 1
         binding.bind(storage, addresses[storage])
 
-    for storage in range(len(addresses)):
-        binding.unbind(storage)
-    with _on_calls(module, lambda called: calls.append(paths[called])), Arrivals(binding, used):
-        run()
-    for storage, address in enumerate(addresses):
-        binding.bind(storage, address)
+    try:
+        for storage in range(len(addresses)):
+            binding.unbind(storage)
+        with _on_calls(module, lambda called: calls.append(paths[called])), Arrivals(binding, used):
+            traced_s = _seconds(run, synchronize)
+    finally:
+        for storage, address in enumerate(addresses):
+            binding.bind(storage, address)
+    repeats = range(1 if traced_s > _LONG_S else _REPEATS)
+    whole_s = statistics.median([_seconds(run, synchronize) for _ in repeats])
     with Arrivals(binding, lambda _: None):
-        times = [_time(module, run, synchronize, len(calls)) for _ in range(_REPEATS)]
+        times = [_time(module, run, synchronize, len(calls)) for _ in repeats]
+        waiting_s = statistics.median([_seconds(run, synchronize) for _ in repeats])
     compute = [statistics.median(one) for one in zip(*times, strict=True)]
+    # Waiting for the device at each call takes time, too, that a run does not take.
+    scale = waiting_s / sum(compute)
     called = {path: index for index, path in reversed(list(enumerate(calls)))}
     for spec in binding.layout.tensors:  # what was not used: with its module's call, or first
         owners = [called.get(path.rpartition(".")[0], 0) for path in spec.paths]
@@ -74,11 +82,10 @@ def profile_module(
     for call, seconds in enumerate(compute):
         storages = tuple(sorted(one for one, use in first.items() if use == call))
         if layers and not storages:  # its time counts to the layer before
-            layers[-1] = Layer(layers[-1].storages, layers[-1].compute_s + seconds)
+            layers[-1] = Layer(layers[-1].storages, layers[-1].compute_s + scale * seconds)
         else:
-            layers.append(Layer(storages, seconds))
-    whole = [_seconds(run, synchronize) for _ in range(_REPEATS)]
-    return Profile(tuple(layers), statistics.median(whole))
+            layers.append(Layer(storages, scale * seconds))
+    return Profile(tuple(layers), whole_s)
 
 
 @contextlib.contextmanager

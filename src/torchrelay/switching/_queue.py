@@ -40,7 +40,8 @@ class Reply(NamedTuple):
     version: int
     outputs: dict[str, torch.Tensor]
     queue_s: float
-    switch_s: float  # from the start on a worker to the first group in place
+    # From the start on a worker until the first group, or a model that arrives whole, is in place.
+    switch_s: float
     compute_s: float
     copied_bytes: int  # 0 if the model was resident
 

@@ -15,6 +15,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -171,18 +172,24 @@ class ModelRunner:
             results = None  # they may view weights, which move now
             profile = Profile() if run.whole else self._profiled(loaded, inputs())
         else:
+            self._synchronize()  # outputs may be on the host while they are still copied there
             written, _ = buffer.write(_named(results), run.outputs_at)
         compute_s = time.perf_counter() - start - bound_s
         self._channel.send(_messages.Result(run.request_id, written, bound_s, compute_s, profile))
 
     def _profiled(self, loaded: _Loaded, inputs: dict[str, torch.Tensor]) -> Profile:
-        """Run a model that is in place again and again."""
-        if loaded.is_plain:
-            return Profile()
+        """Run a model that is in place again and again; one that fails while operators wait gets no
+        layers.
+        """
         module = loaded.binding.module
-        synchronize = torch.cuda.synchronize if self._device.type == "cuda" else lambda: None
-        with torch.inference_mode():
-            return profile_module(loaded.binding, lambda: module(**inputs), synchronize)
+        if not loaded.is_plain:
+            try:
+                with torch.inference_mode():
+                    run = partial(module, **inputs)
+                    return profile_module(loaded.binding, run, self._synchronize)
+            except Exception:
+                self._check_device()
+        return Profile()
 
     def _bound(self, run: _messages.Run) -> _Loaded:
         """Return the request's model, bound to what has arrived of it; to all of it if no operator
@@ -227,11 +234,15 @@ class ModelRunner:
 
     def _check_device(self) -> None:
         """End the process if the error broke its CUDA context, in which nothing runs any more."""
+        try:
+            self._synchronize()
+        except RuntimeError as error:
+            sys.exit(f"worker {os.getpid()} ends, its CUDA context is broken: {error}")
+
+    def _synchronize(self) -> None:
+        """Wait for the device."""
         if self._device.type == "cuda":
-            try:
-                torch.cuda.synchronize(self._device)
-            except RuntimeError as error:
-                sys.exit(f"worker {os.getpid()} ends, its CUDA context is broken: {error}")
+            torch.cuda.synchronize(self._device)
 
     def _await(self, loaded: _Loaded, group: int) -> None:
         """Wait for the group, and bind what arrives meanwhile."""
