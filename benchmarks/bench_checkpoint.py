@@ -1,5 +1,5 @@
 """Saving and loading against torch's own ways: rates, the stall of an asynchronous save, a shard of
-gpt2-large, planning.
+gpt2-medium, planning.
 
     python benchmarks/bench_checkpoint.py           # about 6 minutes, 10 GB of disk
     python benchmarks/bench_checkpoint.py --smoke      # small, one iteration; writes nothing
@@ -461,7 +461,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--size-mb", type=int, default=1024, help="of the state, over all ranks")
+    parser.add_argument("--size-mb", type=int, default=512, help="of the state, over all ranks")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--model", default=MODEL, help="of bench_deferred.py")
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""Deferred initialisation of gpt2-large: building, materializing whole, a shard, on four ranks
+"""Deferred initialisation of gpt2-medium: building, materializing whole, a shard, on four ranks
 under FSDP2.
 
     python benchmarks/bench_deferred.py                      # about 5 minutes, 9 GB of memory
@@ -40,10 +40,11 @@ from torchrelay.demo.model import ComplEx
 IMAGE = Path(__file__).parent.parent / "docs" / "images" / "deferred-shards.png"
 MODELS = {
     "tiny": {"n_embd": 64, "n_layer": 2, "n_head": 2, "vocab_size": 1000},
+    "gpt2-medium": {"n_embd": 1024, "n_layer": 24, "n_head": 16},
     "gpt2-large": {"n_embd": 1280, "n_layer": 36, "n_head": 20},
     "gpt2-xl": {"n_embd": 1600, "n_layer": 48, "n_head": 25},
 }
-MODEL = "gpt2-large"  # 3.1 GB
+MODEL = "gpt2-medium"  # 1.4 GB
 SEED = 20
 SMALL_REPEATS = 10
 RANKS = 4
