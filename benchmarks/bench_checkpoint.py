@@ -1,7 +1,7 @@
 """Saving and loading against torch's own ways: rates, the stall of an asynchronous save, a shard of
 gpt2-medium, planning.
 
-    python benchmarks/bench_checkpoint.py           # about 4 minutes, 5 GB of disk
+    python benchmarks/bench_checkpoint.py           # about 5 minutes, 5 GB of disk
     python benchmarks/bench_checkpoint.py --smoke      # small, one iteration; writes nothing
 
 Rivals run in the same run, interleaved, with fsync wherever ours has it; every result is checked

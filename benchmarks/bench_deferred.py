@@ -1,7 +1,7 @@
 """Deferred initialisation of gpt2-medium: building, materializing whole, a shard, on four ranks
 under FSDP2.
 
-    python benchmarks/bench_deferred.py                      # about 2 minutes, 5 GB of memory
+    python benchmarks/bench_deferred.py                      # about 3 minutes, 5 GB of memory
     python benchmarks/bench_deferred.py --model gpt2-xl  # 6.2 GB; writes nothing
     python benchmarks/bench_deferred.py --smoke              # a tiny model, once; writes nothing
 

@@ -1,7 +1,7 @@
 """Model switching: what a switch costs beside a ready model, a restarted process, and other ways to
 load weights.
 
-    python benchmarks/bench_switching.py                                 # about 4 minutes
+    python benchmarks/bench_switching.py                                 # about 6 minutes
     python benchmarks/bench_switching.py --part links --models bert vit  # a part, kept in --data
     python benchmarks/bench_switching.py --part report                   # results, plots of --data
     python benchmarks/bench_switching.py --smoke                         # once; writes nothing
@@ -97,9 +97,8 @@ if sys.argv[5] != "cpu":
 
 def restart(name: str, weights: Path, options: Options) -> None:
     """A new process: import torch, build, load, compute."""
-    arguments = [str(MODELS_FILE.parent), name, str(weights), str(options["threads"])]
-    arguments.append(options["device"])
-    subprocess.run([sys.executable, "-c", RESTART, *arguments], check=True)
+    arguments = [MODELS_FILE.parent, name, weights, options["threads"], options["device"]]
+    subprocess.run([sys.executable, "-c", RESTART, *map(str, arguments)], check=True)
 
 
 class Rivals:
@@ -460,7 +459,7 @@ def link_table(data: dict[str, Any]) -> str:
         compute_s = statistics.median(runs["compute"])
         copied_s = runs["copy_s"]
         bound_s = min(copied_s + compute_s, max(copied_s, compute_s) + runs["first_s"])
-        times = [*medians, runs["copy_s"], compute_s, bound_s]
+        times = [*medians, copied_s, compute_s, bound_s]
         rows.append(
             [
                 name,

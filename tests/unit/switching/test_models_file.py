@@ -84,8 +84,15 @@ def test_profiles_are_kept_between_runs_and_damaged_ones_taken_anew(tmp_path: Pa
     assert load_profile(file, 2) is None and load_profile(file, 4) is None  # of another model
     save_profile(file, Profile())  # of a model that is not split
     assert load_profile(file, 3) == Profile()
-    damaged = ("", "{}", "[[[0], 1.0]]", '{"layers": 1, "whole_s": 1}', '{"layers": [[[0], 1.0]]}')
-    for damage in (*damaged, '{"layers": [[[0], 1.0, 2]], "whole_s": 1.0}'):
+    older = ('[{"module": 1}]', "[[1, 2]]", "[[[0], 1.0, 2]]", "[[[0], 1.0]]")  # without whole_s
+    for damage in (
+        "",
+        "{}",
+        *older,
+        '{"layers": 1, "whole_s": 1}',
+        '{"layers": [[[0], 1.0]]}',
+        '{"layers": [[[0], 1.0, 2]], "whole_s": 1.0}',
+    ):
         file.write_text(damage)
         assert load_profile(file, 1) is None
     (tmp_path / "file").write_text("")
