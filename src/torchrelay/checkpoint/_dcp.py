@@ -358,6 +358,7 @@ class Reader(_AtPath, StorageReader):
     def _segment(self, item: ReadItem) -> Segment:
         key = item.storage_index.fqn
         entry = self._open().manifest.tensors[key]
+        entry.check_known(key, self._location)
         offsets = tuple(item.storage_index.offset or ())
         hint = item.storage_index.index
         if hint is None or entry.chunks[hint].box.offsets != offsets:
@@ -418,7 +419,7 @@ def _metadata(manifest: Manifest) -> Metadata:
         if not chunks:  # an empty tensor, which DCP wants a chunk of
             whole = Box.whole(entry.shape)
             chunks = [ChunkStorageMetadata(torch.Size(whole.offsets), torch.Size(whole.sizes))]
-        properties = TensorProperties(dtype=getattr(torch, entry.dtype.name))
+        properties = TensorProperties(dtype=getattr(torch, entry.dtype.name, torch.uint8))
         found[key] = TensorStorageMetadata(properties, torch.Size(entry.shape), chunks)
     paths = {
         key: tuple(

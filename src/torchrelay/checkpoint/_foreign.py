@@ -14,15 +14,14 @@ from typing import Any
 from torchrelay.checkpoint import _catalog
 from torchrelay.checkpoint._local import LocalFolder
 from torchrelay.checkpoint._manifest import PARSING_ERRORS, Parser, from_folder, parse
+from torchrelay.checkpoint._safetensors import read_header
 from torchrelay.checkpoint._storage import Folder, Path, local_path
 from torchrelay.checkpoint._types import (
     BLOCK_BYTES,
     DATA_NAME,
-    DTYPES,
     INDEX,
     MANIFEST,
     MAX_HEADER_BYTES,
-    PADDING,
     DataFile,
     Manifest,
 )
@@ -30,9 +29,7 @@ from torchrelay.errors import CorruptionError, StorageError
 
 __all__ = ["find_checkpoint"]
 
-_BY_CODE = {dtype.code: name for name, dtype in reversed([*DTYPES.items()]) if dtype.width == 1}
 _SINGLE = "model.safetensors"  # Hugging Face's, of a model in one file
-_WRITER = {"writer": "torchrelay"}  # in the metadata of a file that has padding
 _SHARDING = "DCP_SHARDING_INFO"  # in the metadata of files of DCP's Hugging Face writer
 
 
@@ -52,7 +49,7 @@ def find_checkpoint(path: Path) -> tuple[Folder, Callable[[], Manifest]]:
         remote = _catalog.open_folder(path)
         return remote, lambda: from_folder(remote)
     if os.path.isfile(local):
-        single = LocalFolder(os.path.dirname(local) or ".", follow_links=True)
+        single = LocalFolder(os.path.dirname(local) or ".")
         return single, lambda: _manifest_of(single, [os.path.basename(local)])
     folder = LocalFolder(local)
     names = folder.names()
@@ -63,15 +60,14 @@ def find_checkpoint(path: Path) -> tuple[Folder, Callable[[], Manifest]]:
         from torchrelay.checkpoint._foreign_dcp import manifest_of_dcp  # noqa: PLC0415 - needs torch
 
         return folder, lambda: manifest_of_dcp(folder)
-    folder.close()
     files = sorted(name for name in names if name.endswith(".safetensors"))
-    if any(map(DATA_NAME.fullmatch, files)):
+    if files and not any(map(DATA_NAME.fullmatch, files)):
+        return folder, lambda: _manifest_of_folder(folder, files, INDEX in names)
+    folder.close()
+    if files:
         raise CorruptionError(
             f"{local}: {MANIFEST} is missing, without which the data files are no checkpoint"
         )
-    if files:
-        foreign = LocalFolder(local, follow_links=True)  # as Hugging Face's cache has them
-        return foreign, lambda: _manifest_of_folder(foreign, files, INDEX in names)
     what = f"not a checkpoint: neither {MANIFEST}, which a save writes last, nor safetensors files"
     if newest := _catalog.newest_inside(local):
         what = (
@@ -118,28 +114,23 @@ def _manifest_of(folder: Folder, names: list[str]) -> Manifest:
     records: dict[str, dict[str, Any]] = {}
     parser = Parser(folder.location)
     for name in names:
-        header, files[name] = _header(folder, name)
         where = f"{folder.location}/{name}"
-        entries = parse(header[8:], where, "the safetensors header")
+        header = read_header(folder, name)
+        files[name] = header.file
         try:
-            metadata = entries.pop("__metadata__", None) or {}
-            is_ours = _WRITER.items() <= metadata.items()
             # DCP's HuggingFaceStorageWriter(save_distributed=True) says where each tensor begins in
             # the whole one; other writers store whole tensors.
-            begins = json.loads(metadata.get(_SHARDING, "null"))
-            for key, entry in entries.items():
-                if is_ours and key.startswith(PADDING):
-                    continue
-                shape, dtype = entry["shape"], _BY_CODE[entry["dtype"]]
+            begins = json.loads(header.metadata.get(_SHARDING, "null"))
+            for key, (dtype, shape, start, end) in header.tensors.items():
                 begin = begins[key]["saved_offsets"] if begins else [0] * len(shape)
                 record = records.setdefault(
-                    key, {"dtype": dtype, "shape": [0] * len(shape), "chunks": []}
+                    key, {"dtype": dtype.name, "shape": [0] * len(shape), "chunks": []}
                 )
                 if record["chunks"] and not begins:
                     other = record["chunks"][0]["file"]
                     text = f"tensor {key!r} is in {other} and in {name}"
                     raise _RepeatedError(f"{folder.location}: {text}")
-                if record["dtype"] != dtype:
+                if record["dtype"] != dtype.name:
                     parser.fail(f"tensor {key!r}: its parts have different dtypes")
                 record["shape"] = [*map(max, record["shape"], map(add, begin, shape))]
                 record["chunks"].append(
@@ -147,7 +138,7 @@ def _manifest_of(folder: Folder, names: list[str]) -> Manifest:
                         "offsets": begin,
                         "sizes": shape,
                         "file": name,
-                        "bytes": [len(header) + position for position in entry["data_offsets"]],
+                        "bytes": [start, end],
                         "crc32c": "",
                     }
                 )
@@ -156,29 +147,3 @@ def _manifest_of(folder: Folder, names: list[str]) -> Manifest:
         if begins:
             parser.advice = "; the files of all ranks must be there, of one checkpoint"
     return Manifest("", 1, files, parser.tensors(records, files, BLOCK_BYTES))
-
-
-def _header(folder: Folder, name: str) -> tuple[bytes, DataFile]:
-    """Return the first bytes of a file, up to its first tensor, and its size.
-
-    Raises:
-        CorruptionError: it is not a safetensors file.
-    """
-    where, file_bytes = f"{folder.location}/{name}", folder.size_bytes(name)
-    if file_bytes < 8:
-        raise CorruptionError(f"{where}: {file_bytes} bytes are too few for a safetensors file")
-    first = bytearray(8)
-    folder.read(name, 0, memoryview(first))
-    size = int.from_bytes(first, "little")
-    if size + 8 > min(MAX_HEADER_BYTES, file_bytes):
-        if first.startswith(b"PK\x03\x04"):
-            raise CorruptionError(
-                f"{where}: a zip archive, as torch.save writes; convert it with 'torchrelay "
-                f"checkpoint convert {where} FOLDER --to torchrelay', and load FOLDER"
-            )
-        raise CorruptionError(
-            f"{where}: not a safetensors file (it claims a header of {size} bytes)"
-        )
-    header = bytearray(size + 8)
-    folder.read(name, 0, memoryview(header))
-    return bytes(header), DataFile(file_bytes, len(header), 0)

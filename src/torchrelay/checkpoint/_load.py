@@ -411,6 +411,7 @@ class _Loading:
     def _match_tensor(self, part: _Part, name: str, key: str, tensor: torch.Tensor) -> None:
         """Record the segments of a tensor, and what to read each into."""
         entry = self._manifest.tensors[key]
+        entry.check_known(key, self._location)
         (dtype, described, blocks), tensors = tensor_state(key, tensor)
         if entry.shape != described.shape or entry.dtype is not dtype:
             raise MismatchError(

@@ -57,19 +57,16 @@ _MADV_POPULATE_READ = 22
 
 
 class LocalFolder:
-    """A folder on a mounted file system. Files are opened once, unless there are hundreds, and
-    never through symbolic links.
+    """A folder on a mounted file system. Files are opened once, unless there are hundreds; they may
+    be symbolic links, as in the cache of a hub.
 
     It stays the same folder from the first use on, even if its name is given to another.
     """
 
     request_bytes = 1 << 20  # a copy from memory that is in the cache costs less than a request
 
-    def __init__(self, path: str, *, follow_links: bool = False) -> None:
+    def __init__(self, path: str) -> None:
         self.location = path
-        # O_NONBLOCK: opening a FIFO must not wait for its writer
-        self._flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
-        self._flags |= 0 if follow_links else os.O_NOFOLLOW
         self._folder_fd = -1
         self._fds: dict[str, int] = {}
         self._lock = threading.Lock()
@@ -90,17 +87,17 @@ class LocalFolder:
 
     def _open(self, name: str) -> int:
         path = os.path.join(self.location, name)
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # a FIFO must not wait for its writer
         try:
-            fd = os.open(name, self._flags, dir_fd=self._here())
+            fd = os.open(name, flags, dir_fd=self._here())
         except OSError as error:
-            if error.errno == errno.ELOOP:
-                raise CorruptionError(
-                    f"{path}: a symbolic link, which a checkpoint never holds"
-                ) from None
             if error.errno in (errno.ENOENT, errno.ENOTDIR):
                 if self.removed:
                     raise removed_error(self.location) from None
-                raise CorruptionError(f"{path}: the file is missing") from None
+                what = "the file"
+                if os.path.islink(path):
+                    what = f"a symbolic link, and what it points to ({os.path.realpath(path)})"
+                raise CorruptionError(f"{path}: {what} is missing") from None
             raise StorageError(error.errno or errno.EIO, f"{path}: {error.strerror}") from error
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             os.close(fd)

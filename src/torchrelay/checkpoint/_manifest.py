@@ -29,6 +29,7 @@ from torchrelay.checkpoint._types import (
     Box,
     Chunk,
     DataFile,
+    Dtype,
     Manifest,
     StatePath,
     TensorEntry,
@@ -350,13 +351,12 @@ class Parser:
             what = f"tensor {key!r}"
             try:
                 dtype, shape, parts = _TENSOR_FIELDS(record)
-                if dtype not in DTYPES:
-                    self.fail(f"{what} has the unknown dtype {dtype!r}")
+                stored = DTYPES.get(dtype) or Dtype.unknown(dtype)  # it may never be wanted
                 if len(shape) > MAX_DIMS:
                     self.fail(f"{what} has {len(shape)} dimensions, more than {MAX_DIMS}")
                 numbers += shape
                 chunks = [
-                    self._chunk(what, DTYPES[dtype].itemsize, part, files, block_bytes, numbers)
+                    self._chunk(what, stored.itemsize, part, files, block_bytes, numbers)
                     for part in parts
                 ]
                 fault = tiling_fault(tuple(shape), [chunk.box for chunk in chunks])
@@ -366,7 +366,7 @@ class Parser:
                 self.fail(f"{what} is damaged ({type(error).__name__}: {error})")
             if fault:
                 self.fail(f"{what} of shape {shape}: {fault}")
-            found[key] = TensorEntry(DTYPES[dtype], tuple(shape), tuple(chunks))
+            found[key] = TensorEntry(stored, tuple(shape), tuple(chunks))
         if {*map(type, numbers)} - {int} or not (
             0 <= min(numbers, default=0) <= max(numbers, default=0) <= _MAX_INT
         ):
@@ -398,8 +398,8 @@ class Parser:
             raise ValueError("a checksum is not base64")
         if name not in files:
             self.fail(f"{what} lies in {name!r}, which the manifest does not list")
-        file, size_bytes = files[name], math.prod(sizes) * itemsize
-        if end - start != size_bytes:
+        file, size_bytes = files[name], math.prod(sizes) * itemsize if itemsize else end - start
+        if end - start != size_bytes or size_bytes < 0:
             self.fail(
                 f"{what}, the chunk at {offsets}, needs {size_bytes} bytes, and its range has "
                 f"{end - start}"

@@ -2,10 +2,7 @@
 from all parts, commit, and remove old checkpoints. Imports no torch.
 
 The same code runs in the trainer (a synchronous save) and in the writer process (an asynchronous
-one). A data file is a plain safetensors file whose tensors begin at multiples of 64 bytes.
-safetensors allows no gaps between tensors, so padding is a tensor of bytes itself, named
-``__padding__``, a dot and a number, and the file's metadata name its writer. Tensors that need none
-come first.
+one). In a data file, tensors that need no padding come first.
 """
 
 from __future__ import annotations
@@ -14,7 +11,6 @@ import errno
 import hashlib
 import json
 import re
-import struct
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,7 +20,6 @@ from itertools import accumulate, chain, pairwise
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from torchrelay import _native
 from torchrelay._progress import no_progress
@@ -36,13 +31,13 @@ from torchrelay.checkpoint._catalog import (
     open_transaction,
     retain,
 )
-from torchrelay.checkpoint._manifest import Head, quoted
+from torchrelay.checkpoint._manifest import Head
+from torchrelay.checkpoint._safetensors import ALIGNMENT, aligned, lay_out, unique
 from torchrelay.checkpoint._storage import Path, Sink, split
 from torchrelay.checkpoint._tasks import memory_at, no_collection, run_tasks, usable_threads
 from torchrelay.checkpoint._types import (
     BLOCK_BYTES,
     MAX_HEADER_BYTES,
-    PADDING,
     Box,
     DataFile,
     Dtype,
@@ -71,7 +66,6 @@ __all__ = [
 ]
 
 _NAMES_RANK = re.compile(r"rank \d+: ")
-_ALIGNMENT = 64
 _MAX_FILE_CHUNKS = 1 << 17  # so that readers take the header of a file
 _PIECE_BYTES = 16 << 20  # of a chunk, written by one call; a multiple of BLOCK_BYTES
 # Neighbours of together less than this, at most a block, are written from a copy that is still in
@@ -199,7 +193,7 @@ class Plan:
     @classmethod
     def of(cls, chunks: Sequence[PlannedChunk], everyone: Sequence[Description]) -> Plan:
         sizes = np.array([chunk.size_bytes for chunk in chunks], np.int64)
-        return cls(chunks, sizes.astype(np.uint64), _aligned(sizes).astype(np.uint64), everyone)
+        return cls(chunks, sizes.astype(np.uint64), aligned(sizes).astype(np.uint64), everyone)
 
 
 class Saving:
@@ -389,43 +383,6 @@ def grouped(items: Iterable[T], sizes: Iterable[int], limit_bytes: int) -> list[
     return groups
 
 
-def _aligned(sizes: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return where chunks of these sizes begin, one after another."""
-    rounded = -(-sizes // _ALIGNMENT) * _ALIGNMENT
-    return np.cumsum(rounded) - rounded
-
-
-def _lay_out(
-    names: Sequence[str], chunks: Sequence[PlannedChunk]
-) -> tuple[bytes, NDArray[np.int64], NDArray[np.int64]]:
-    """Return the layout of a file with these chunks, whose names in it must differ: its header,
-    where each chunk begins, and where it ends with its padding.
-    """
-    sizes = np.array([chunk.size_bytes for chunk in chunks], np.int64)
-    starts = _aligned(sizes)
-    ends = np.append(starts[1:], starts[-1:] + sizes[-1:])
-    entries = ['"__metadata__":{"format":"pt","writer":"torchrelay"}']
-    columns = (starts.tolist(), sizes.tolist(), ends.tolist())
-    for place, (name, chunk, start, size, end) in enumerate(
-        zip(names, chunks, *columns, strict=True)
-    ):
-        dtype, sides = chunk.dtype, chunk.box.sizes
-        shape = [*sides, dtype.width] if dtype.width > 1 else [*sides]
-        entries.append(
-            f'{quoted(name)}:{{"dtype":"{dtype.code}","shape":{shape},'
-            f'"data_offsets":[{start},{start + size}]}}'
-        )
-        if start + size < end:
-            entries.append(
-                f'"{PADDING}.{place}":{{"dtype":"U8","shape":[{end - start - size}],'
-                f'"data_offsets":[{start + size},{end}]}}'
-            )
-    text = f"{{{','.join(entries)}}}".encode()
-    text = text.ljust(-(-(len(text) + 8) // _ALIGNMENT) * _ALIGNMENT - 8)
-    header = struct.pack("<Q", len(text)) + text
-    return header, len(header) + starts, len(header) + ends
-
-
 class _FileWriter:
     """One data file: its layout, and the tasks that write it."""
 
@@ -441,12 +398,15 @@ class _FileWriter:
         self.sink = sink
         self._progress = progress
         # What needs padding comes last.
-        chunks = sorted(chunks, key=lambda one: one[0].size_bytes % _ALIGNMENT != 0)
+        chunks = sorted(chunks, key=lambda one: one[0].size_bytes % ALIGNMENT != 0)
         self._chunks = [chunk for chunk, _ in chunks]
         self._data = [data for _, data in chunks]
         self._checksum = checksum
-        self._names = _unique([chunk.name for chunk in self._chunks])
-        self._header, self._starts, self._ends = _lay_out(self._names, self._chunks)
+        self._names = unique([chunk.name for chunk in self._chunks])
+        described = ((one.dtype, one.box.sizes, one.size_bytes) for one in self._chunks)
+        self._header, self._starts, self._ends = lay_out(
+            dict(zip(self._names, described, strict=True))
+        )
         size_bytes = int(self._ends.max(initial=len(self._header)))
         self.file = DataFile(size_bytes, len(self._header), _native.crc32c(self._header))
         # Of each chunk, the first byte of its checksums, 4 bytes for a block.
@@ -509,16 +469,3 @@ class _FileWriter:
 def _run_in_order(tasks: Iterable[Task]) -> None:
     for task in tasks:
         task()
-
-
-def _unique(names: Sequence[str]) -> list[str]:
-    """Return the names, changed where they are reserved or repeated."""
-    used: set[str] = set()
-    found = []
-    for name in names:
-        free = f"_{name}" if name.startswith(("__metadata__", PADDING)) else name
-        while free in used:
-            free += "'"
-        used.add(free)
-        found.append(free)
-    return found

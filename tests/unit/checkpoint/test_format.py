@@ -23,7 +23,7 @@ import safetensors.torch
 import torch
 
 from torchrelay import _native
-from torchrelay.checkpoint import latest, load, save, verify
+from torchrelay.checkpoint import Reader, latest, load, save, verify
 from torchrelay.checkpoint._local import LocalFolder
 from torchrelay.checkpoint._saving import SaveOptions, Saving
 from torchrelay.checkpoint._types import DTYPES
@@ -170,7 +170,7 @@ def test_every_dtype_keeps_its_bits(name: str, tmp_path: Path) -> None:
         "empty": _random_bits(name, 0, 4),
     }
     save(state, tmp_path / "x", fsync=False)
-    found = {key: torch.zeros_like(value) for key, value in state.items()}
+    found = {key: torch.empty_like(value) for key, value in state.items()}
     load(found, tmp_path / "x")
     for key, value in state.items():
         assert found[key].dtype is value.dtype and found[key].shape == value.shape
@@ -181,8 +181,12 @@ def test_every_dtype_keeps_its_bits(name: str, tmp_path: Path) -> None:
     data = (tmp_path / "x" / "data-00000-00000.safetensors").read_bytes()
     stored = dict(safetensors.deserialize(data))["whole"]
     assert bytes(stored["data"]) == _bits(state["whole"])
-    dtype = DTYPES[name]
-    assert stored["shape"] == ([6, 10] if dtype.width == 1 else [6, 10, dtype.width])
+    shapes = {"complex32": [6, 10, 2], "complex128": [6, 10, 2], "float4_e2m1fn_x2": [6, 20]}
+    assert stored["shape"] == shapes.get(name, [6, 10])
+    if name not in ("complex32", "complex128"):
+        found = safetensors.torch.load_file(tmp_path / "x" / "data-00000-00000.safetensors")
+        for key in ("whole", "transposed"):
+            assert found[key].dtype is state[key].dtype and _bits(found[key]) == _bits(state[key])
 
 
 def test_a_slice_reads_its_own_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -627,3 +631,30 @@ def test_checkpoints_of_dcp_are_read_and_their_pickles_not_run(tmp_path: Path) -
     ):
         load(found, tmp_path / "dcp")
     assert not (tmp_path / "harm").exists()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_files_may_be_links_as_in_the_cache_of_a_hub(tmp_path: Path) -> None:
+    from torch.distributed.checkpoint import load as load_by_dcp
+
+    state: dict[str, Any] = {"w": torch.randn(40, 30), "step": 7}
+    save(state, tmp_path / "made" / "step-7", fsync=False)
+    blobs, snapshot = tmp_path / "hub" / "blobs", tmp_path / "hub" / "snapshots" / "0f3a"
+    blobs.mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    for number, path in enumerate((tmp_path / "made" / "step-7").iterdir()):
+        path.rename(blobs / f"{number:064x}")
+        (snapshot / path.name).symlink_to(f"../../blobs/{number:064x}")
+    (snapshot / "README.md").write_text("beside it")
+    (tmp_path / "link").symlink_to(snapshot)
+    for path in (snapshot, snapshot.parent, tmp_path / "link"):
+        found: dict[str, Any] = {"w": torch.zeros(40, 30), "step": 0}
+        load(found, path)
+        assert torch.equal(found["w"], state["w"]) and found["step"] == 7
+    assert latest(snapshot.parent) == str(snapshot) and verify(snapshot)
+    load_by_dcp({"w": torch.zeros(40, 30)}, storage_reader=Reader(snapshot))
+    with pytest.raises(StorageError, match=r"README\.md.* is not part of it"):
+        save(state, snapshot)
+    (snapshot / "README.md").unlink()
+    save({"step": 8}, snapshot, fsync=False)  # replaces the links, not what they point to
+    assert len(list(blobs.iterdir())) == 2 and not any(map(Path.is_symlink, snapshot.iterdir()))
