@@ -234,6 +234,7 @@ class Catalog:
 
     def _group(self, served: Served, profile: Profile) -> None:
         layout, policy = served.model.layout, self.options.grouping
+        served.outputs = profile.outputs
         served.regroup = Grouped.of_profile(layout, profile, self.costs, policy)
 
     def _profile_file(self, served: Served) -> Path | None:

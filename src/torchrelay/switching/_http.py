@@ -33,6 +33,7 @@ from torchrelay.switching._connections import HttpError, HttpRequest, HttpRespon
 from torchrelay.switching._guard import Guard
 from torchrelay.switching._metrics import ServerMetrics
 from torchrelay.switching._models_file import ModelEntry
+from torchrelay.switching._profile import Output
 from torchrelay.switching._queue import Reply
 from torchrelay.switching._store import ModelStore, StoredModel
 from torchrelay.switching._switcher import Switcher
@@ -89,7 +90,6 @@ class Application:
         self._entries = entries
         self._is_controlled = settings.repository_control
         self._metrics = ServerMetrics(switcher)
-        self._outputs: dict[tuple[str, int], list[dict[str, Any]]] = {}
         # Loads of one model run one after the other.
         self._loaders = {name: ThreadPoolExecutor(1, f"torchrelay-load-{name}") for name in entries}
         self._page = Path(__file__).with_name("status.html").read_bytes()
@@ -207,8 +207,10 @@ class Application:
                 "versions": [str(model.version)],
                 "platform": "pytorch_torchrelay",
                 "inputs": inputs,
-                # Known from the first reply on.
-                "outputs": self._outputs.get((model.name, model.version), []),
+                "outputs": [
+                    {"name": one.name, "datatype": _datatype(one), "shape": [-1] * one.dimensions}
+                    for one in self._switcher.outputs(name)
+                ],
             }
         )
 
@@ -227,11 +229,6 @@ class Application:
         """Return the outputs in JSON, but for those that are to be binary."""
         _check_version(reply.model, reply.version, version)  # it may have been loaded again
         outputs, binary = _outputs(header, reply)
-        if (reply.model, reply.version) not in self._outputs:
-            self._outputs[reply.model, reply.version] = [
-                {"name": key, "datatype": datatype_of(value.dtype), "shape": [-1] * value.dim()}
-                for key, value in reply.outputs.items()
-            ]
         content: dict[str, Any] = {
             "model_name": reply.model,
             "model_version": str(reply.version),
@@ -311,6 +308,14 @@ def _json(
     content: Any, status: int = 200, headers: Mapping[str, str] | None = None
 ) -> HttpResponse:
     return HttpResponse(json.dumps(content).encode(), status, headers=headers or {})
+
+
+def _datatype(output: Output) -> str:
+    """Return the protocol's name of the output's dtype, or torch's where it has none."""
+    try:
+        return datatype_of(getattr(torch, output.dtype))
+    except UnsupportedError:
+        return output.dtype
 
 
 def _arguments(request: HttpRequest) -> dict[str, Any]:

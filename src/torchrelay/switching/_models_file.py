@@ -53,8 +53,8 @@ class ModelEntry:
     load: bool = True
 
     def add_to(self, store: ModelStore) -> None:
-        """Build the model into `store`."""
-        store.add(self.name, **self.arguments)
+        """Build the model into `store`, in place of an older one."""
+        store.add(self.name, **self.arguments, replace=True)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import torch
 
 from torchrelay.switching._binding import Arrivals, Binding
 
-__all__ = ["Layer", "Profile", "load_profile", "profile_module", "save_profile"]
+__all__ = ["Layer", "Output", "Profile", "load_profile", "profile_module", "save_profile"]
 
 _REPEATS = 3
 _LONG_S = 1.0  # a forward pass that takes longer is timed once
@@ -31,13 +31,22 @@ class Layer(NamedTuple):
     compute_s: float
 
 
+class Output(NamedTuple):
+    """What a forward pass returned: a tensor's name, dtype and number of dimensions."""
+
+    name: str
+    dtype: str
+    dimensions: int
+
+
 class Profile(NamedTuple):
     """The layers of a model in the order of execution, and how long its forward pass takes when no
-    operator has to wait; no layers if it runs whole in any case.
+    operator has to wait, and its outputs; no layers if it runs whole in any case.
     """
 
     layers: tuple[Layer, ...] = ()
     whole_s: float = 0.0
+    outputs: tuple[Output, ...] = ()
 
 
 def profile_module(
@@ -143,7 +152,8 @@ def load_profile(file: Path | None, storages: int) -> Profile | None:
         found = sorted(storage for layer in layers for storage in layer.storages)
         if layers and found != list(range(storages)):
             return None
-        return Profile(layers, float(kept["whole_s"]))
+        outputs = [Output(str(name), str(dtype), int(n)) for name, dtype, n in kept["outputs"]]
+        return Profile(layers, float(kept["whole_s"]), tuple(outputs))
     except (OSError, ValueError, TypeError, KeyError):
         return None
 

@@ -17,6 +17,7 @@ from torchrelay.switching._arena import Arena
 from torchrelay.switching._contract import Copy, WorkerLink
 from torchrelay.switching._loop import Loop
 from torchrelay.switching._planner import Grouped
+from torchrelay.switching._profile import Output
 from torchrelay.switching._store import StoredModel
 
 __all__ = ["Pinned", "Residency", "Served", "merged_copies"]
@@ -44,6 +45,7 @@ class Served:
     runs_whole: bool = False  # requests start when all groups have arrived
     error: TorchRelayError | None = None
     lost_builds: int = 0  # in a row: workers that were lost as they built it
+    outputs: tuple[Output, ...] = ()  # of its first run; empty before it
     # Of the replies so far, by kind: how many, and the seconds of their parts.
     counts: Counter[str] = field(default_factory=Counter)
     seconds: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import hashlib
 import json
+import logging
 import math
 import threading
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
@@ -17,12 +20,21 @@ import torch
 
 from torchrelay._resource import Resource
 from torchrelay.buffers import Segment
-from torchrelay.errors import ArgumentError, NotFoundError, UnsupportedError
+from torchrelay.errors import (
+    ArgumentError,
+    NotFoundError,
+    TorchRelayError,
+    UnsupportedError,
+    from_json,
+    to_json,
+)
 from torchrelay.switching._contract import align
 from torchrelay.switching._factory import Factory, hidden_tensors
 from torchrelay.switching._layout import ModelLayout, ModelStorage, layout_of
 
-__all__ = ["InputLike", "InputSpec", "ModelStore", "StoredModel"]
+__all__ = ["InputLike", "InputSpec", "ModelStore", "StoredModel", "check_name", "naming"]
+
+_log = logging.getLogger("torchrelay.switching")
 
 Shape = tuple[int, ...]
 
@@ -77,12 +89,22 @@ class InputSpec:
         """Return zeros of the example's shape."""
         return torch.zeros(self.example_shape, dtype=self.dtype, device="cpu")
 
-    def check(self, tensor: torch.Tensor) -> None:
-        """Raise :class:`ArgumentError` unless `tensor` has this dtype and shape."""
+    def check(self, tensor: torch.Tensor, model: str = "") -> None:
+        """Raise :class:`ArgumentError` unless `tensor` has this dtype and shape, which `model`
+        takes.
+        """
         if not self._fits(tensor.shape) or tensor.dtype != self.dtype:
+            of, fixed = f"model {model!r}" if model else "the model", ""
+            if tensor.dtype == self.dtype and -1 not in self.shape and self.shape:
+                sizes = str((-1, *self.shape[1:]))
+                fixed = (
+                    "; its sizes, that of the batch included, were fixed when it was added: pass "
+                    f"({self.dtype}, {sizes}) instead of a tensor, or shape = [-1, ...] in the "
+                    "models file, for batches of any size"
+                )
             raise ArgumentError(
-                f"input {self.name!r} is {tensor.dtype} {tuple(tensor.shape)}, the model takes "
-                f"{self.dtype} {self.shape}"
+                f"input {self.name!r} is {tensor.dtype} {tuple(tensor.shape)}, {of} "
+                f"takes {self.dtype} {self.shape}{fixed}"
             )
 
     def _fits(self, shape: tuple[int, ...]) -> bool:
@@ -125,7 +147,7 @@ class StoredModel:
                 f"{', '.join(sorted(inputs)) or 'none'}"
             )
         for name, tensor in inputs.items():
-            self.specs[name].check(tensor)
+            self.specs[name].check(tensor, self.name)
 
     def storage(self, index: int) -> torch.Tensor:
         """Return the bytes of one storage as a uint8 tensor, without copying."""
@@ -173,18 +195,20 @@ class ModelStore(Resource):
         seed: int = 0,
         max_batch_size: int = 0,
         max_delay_us: int = 0,
+        replace: bool = False,
     ) -> StoredModel:
-        """Build a model and keep it, replacing one of the same name.
+        """Build a model and keep it.
 
         Args:
             factory: builds the module: a function or class at the top level of a module or file, or
                 its name (`package.module:function`, `/path/to/file.py:function`). Workers call it
                 too.
             kwargs: its keyword arguments; JSON values.
-            inputs: the arguments of the module's `forward` by name: a tensor for that dtype and
-                shape, or ``(dtype, shape)`` with -1 for dimensions of any size, or ``(dtype, shape,
-                example)`` with a shape that the model can run with and requests often have. The
-                model is profiled with zeros of that shape; by default with 1 for each -1.
+            inputs: the arguments of the module's `forward` by name: ``(dtype, shape)`` with -1 for
+                dimensions of any size, or ``(dtype, shape, example)`` with a shape that the model
+                can run with and requests often have; or a tensor, which fixes every size at its
+                own, that of the batch included. The model is profiled with zeros of the example's
+                shape; by default with 1 for each -1.
             weights: what replaces the values the factory gave: whatever
                 :func:`torchrelay.checkpoint.load` reads, such as a `.safetensors` file or a
                 checkpoint's folder; None keeps them.
@@ -193,31 +217,32 @@ class ModelStore(Resource):
             max_batch_size: requests that wait and whose inputs differ in their first dimension only
                 run as one, up to this size of that dimension; 0: each runs by itself.
             max_delay_us: how long a request may wait for others to fill its batch.
+            replace: replace the model of this name, if there is one.
 
         Raises:
-            ArgumentError: an argument is wrong.
+            ArgumentError: an argument is wrong, or there is a model of this name already.
             CorruptionError, MismatchError, StorageError: `weights` are damaged, do not fit the
                 module, or are not there.
             ModelError: the factory raised.
             UnsupportedError: the module has tensors that are not plain and dense.
         """
-        if not name or any(not (c.isalnum() or c in "-_.") for c in name):
-            raise ArgumentError(
-                f"{name!r} is not a valid name of a model: use letters, digits, '-', '_' and '.'"
-            )
+        check_name(name)
+        if not replace:
+            self._check_new(name)
         if not isinstance(inputs, Mapping) or not inputs:
             raise ArgumentError(
                 f"model {name!r} needs its inputs, as a dict: a name and an example for each"
             )
         specs = tuple(_input_spec(key, value) for key, value in inputs.items())
+        _report_fixed(name, inputs)
         _check_batching(name, specs, max_batch_size, max_delay_us)
-        made = Factory.of(factory, kwargs, seed)
-        module = made.build_module().eval()
+        with naming(f"model {name!r}"):
+            made = Factory.of(factory, kwargs, seed)
+            module = made.build_module().eval()
         if weights is not None:
-            from torchrelay import checkpoint  # noqa: PLC0415 - takes a moment to import
-
-            checkpoint.load(module, Path(weights), prefix=weights_prefix, no_dist=True)
-        layout, storages = layout_of(module)
+            _load_weights(name, module, weights, weights_prefix)
+        with naming(f"model {name!r}"):
+            layout, storages = layout_of(module)
         if weights is not None:
             _check_hidden(name, module, storages)
         *offsets, end_bytes = accumulate(map(align, layout.storages), initial=0)
@@ -227,9 +252,18 @@ class ModelStore(Resource):
         for index, storage in enumerate(storages):
             model.storage(index).copy_(storage.bytes())
         with self._lock:
+            if not replace and name in self._models:  # since another thread added it
+                self._check_new(name)
             version = self._versions[name] = self._versions.get(name, 0) + 1
-            self._models[name] = model = replace(model, version=version)
+            self._models[name] = model = dataclasses.replace(model, version=version)
         return model
+
+    def _check_new(self, name: str) -> None:
+        if name in self._models:
+            raise ArgumentError(
+                f"there is a model {name!r} already; pass replace=True to replace it, or choose "
+                "another name"
+            )
 
     def get(self, name: str) -> StoredModel:
         """Return the model.
@@ -265,6 +299,52 @@ class ModelStore(Resource):
             self._models.clear()
 
 
+def check_name(name: str) -> None:
+    """Raise :class:`ArgumentError` unless `name` may be that of a model, which is part of URLs."""
+    if not name.strip(".") or any(not (c.isalnum() or c in "-_.") for c in name):
+        raise ArgumentError(
+            f"{name!r} is not a valid name of a model: use letters, digits, '-', '_' and '.', and "
+            "not only dots"
+        )
+
+
+@contextlib.contextmanager
+def naming(what: str) -> Iterator[None]:
+    """Let errors of the block begin with `what` they are about."""
+    try:
+        yield
+    except TorchRelayError as error:
+        described = to_json(error)
+        described["message"] = f"{what}: {described['message']}"
+        raise from_json(described) from error
+
+
+def _report_fixed(name: str, inputs: Mapping[str, InputLike]) -> None:
+    """Log that inputs given as tensors have no size of -1."""
+    for key, value in inputs.items():
+        if isinstance(value, torch.Tensor) and value.dim():
+            _log.info(
+                "model %r: input %r was given as a tensor, so it always has the shape %s, the "
+                "size of the batch included; pass (%s, %s) for batches of any size",
+                name,
+                key,
+                tuple(value.shape),
+                value.dtype,
+                (-1, *value.shape[1:]),
+            )
+
+
+def _load_weights(
+    name: str, module: torch.nn.Module, weights: str | Path, weights_prefix: str
+) -> None:
+    """Load the file or folder `weights` into the model's `module`; errors name both."""
+    from torchrelay import checkpoint  # noqa: PLC0415 - takes a moment to import
+
+    path = Path(weights).expanduser().absolute()  # not resolved: a link may lack the suffix
+    with naming(f"model {name!r}, weights {path}"):
+        checkpoint.load(module, path, prefix=weights_prefix, no_dist=True)
+
+
 def _check_batching(
     name: str, specs: tuple[InputSpec, ...], max_batch_size: int, max_delay_us: int
 ) -> None:
@@ -291,7 +371,7 @@ def _check_hidden(name: str, module: torch.nn.Module, storages: list[ModelStorag
 
 def _input_spec(name: str, value: InputLike) -> InputSpec:
     if isinstance(value, InputSpec):
-        return replace(value, name=name)
+        return dataclasses.replace(value, name=name)
     if isinstance(value, torch.Tensor):
         return InputSpec(name, value.dtype, tuple(value.shape))
     try:

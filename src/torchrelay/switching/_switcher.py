@@ -28,6 +28,7 @@ from torchrelay.switching._daemon import Daemon
 from torchrelay.switching._factory import Factory
 from torchrelay.switching._host import HostLink
 from torchrelay.switching._planner import measure_link
+from torchrelay.switching._profile import Output
 from torchrelay.switching._queue import Reply, Request
 from torchrelay.switching._scheduler import TrainingHandle
 from torchrelay.switching._store import ModelStore, StoredModel
@@ -156,6 +157,13 @@ class Switcher(Resource):
         """Return why `name` cannot answer although it was loaded; None if it can or still loads."""
         served = self._daemon.catalog.models.get(name)
         return self.failure or (None if served is None else self._daemon.error_of(served))
+
+    def outputs(self, name: str) -> tuple[Output, ...]:
+        """Return the outputs of the model that is loaded under `name`; empty if there is none, or
+        before its first run.
+        """
+        served = self._daemon.catalog.models.get(name)
+        return () if served is None else served.outputs
 
     @property
     def failure(self) -> UnavailableError | None:

@@ -27,7 +27,7 @@ from torchrelay.switching import _messages, _training
 from torchrelay.switching._binding import Arrivals, Binding
 from torchrelay.switching._cache import SharedCache
 from torchrelay.switching._planner import Grouped
-from torchrelay.switching._profile import Profile, profile_module
+from torchrelay.switching._profile import Output, Profile, profile_module
 from torchrelay.switching._request_buffer import RequestBuffer, Written
 
 __all__ = ["main"]
@@ -169,8 +169,13 @@ class ModelRunner:
         results = self._forward(loaded, inputs)
         profile, written = None, list[Written]()
         if run.is_profile:
+            outputs = tuple(
+                Output(name, str(value.dtype).removeprefix("torch."), value.dim())
+                for name, value in _named(results).items()
+            )
             results = None  # they may view weights, which move now
             profile = Profile() if run.whole else self._profiled(loaded, inputs())
+            profile = profile._replace(outputs=outputs)
         else:
             self._synchronize()  # outputs may be on the host while they are still copied there
             written, _ = buffer.write(_named(results), run.outputs_at)

@@ -356,7 +356,9 @@ def test_a_model_replaced_while_it_is_profiled_gets_a_profile_of_its_own(
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(switcher.load, "changing", timeout_s=WAIT_S)
         eventually(lambda: bool(pids(switcher, "running")))  # its profile waits for a slow copy
-        store.add("changing", models.chain, kwargs={"depth": 3}, inputs={"x": X}, seed=7)
+        store.add(
+            "changing", models.chain, kwargs={"depth": 3}, inputs={"x": X}, seed=7, replace=True
+        )
         switcher.load("changing", timeout_s=WAIT_S)
         with pytest.raises(NotFoundError, match="was replaced"):
             first.result()
@@ -376,14 +378,14 @@ def test_a_run_of_a_replaced_model_is_not_repeated_on_the_new_one(
 ) -> None:
     two_standby(switcher)
     inputs = {"x": (torch.float32, (-1, 8)), "seconds": (torch.float32, ())}
-    store.add("changing", models.slow, inputs=inputs)
+    store.add("changing", models.slow, inputs=inputs, replace=True)
     switcher.load("changing", timeout_s=WAIT_S)
     two_standby(switcher)
     future = switcher.submit("changing", slow_inputs(4.0))
     eventually(lambda: bool(pids(switcher, "running")))
     (pid,) = pids(switcher, "running")
     os.kill(pid, signal.SIGSTOP)
-    version = store.add("changing", models.slow, inputs=inputs, seed=7).version
+    version = store.add("changing", models.slow, inputs=inputs, seed=7, replace=True).version
     with ThreadPoolExecutor(1) as pool:
         load = pool.submit(switcher.load, "changing", timeout_s=WAIT_S)
         eventually(lambda: status_of(switcher, "changing")["version"] == version)

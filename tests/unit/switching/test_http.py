@@ -38,7 +38,9 @@ class Caller:
     """Sends requests to an application whose switcher only has not failed."""
 
     def __init__(self, store: ModelStore, **settings: Any) -> None:
-        switcher: Any = SimpleNamespace(failure=None, stored=lambda name: None)
+        switcher: Any = SimpleNamespace(
+            failure=None, stored=lambda name: None, outputs=lambda name: ()
+        )
         self.app = _http.Application(switcher, store, {"chain": ENTRY}, Switching(**settings))
         self.switcher = switcher
 
@@ -124,7 +126,7 @@ def test_versions_are_those_that_are_served(store: ModelStore) -> None:
     caller.switcher.is_ready = lambda name: True
     caller.switcher.failure_of = lambda name: None
     caller.switcher.models = lambda: ("chain",)
-    store.add("chain", models.chain, inputs={"x": torch.ones(1, 64)})
+    store.add("chain", models.chain, inputs={"x": torch.ones(1, 64)}, replace=True)
     path = "/v2/models/chain/versions/"
     for end in ("", "/ready"):
         assert caller.status("GET", path + "1" + end) == 200

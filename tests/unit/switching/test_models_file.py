@@ -10,7 +10,7 @@ import torch
 from torchrelay.errors import ConfigError
 from torchrelay.switching import InputSpec
 from torchrelay.switching._models_file import ModelsFile
-from torchrelay.switching._profile import Layer, Profile, load_profile, save_profile
+from torchrelay.switching._profile import Layer, Output, Profile, load_profile, save_profile
 
 INPUT = 'inputs = [{ name = "x", datatype = "FP32", shape = [-1, 64] }]'
 MODEL = f'[models.m]\nfactory = "folder/file.py:make"\n{INPUT}\n'
@@ -76,7 +76,8 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 
 def test_profiles_are_kept_between_runs_and_damaged_ones_taken_anew(tmp_path: Path) -> None:
-    profile = Profile((Layer((0, 2), 0.5), Layer((1,), 0.25)), 0.7)
+    outputs = (Output("output", "float32", 2),)
+    profile = Profile((Layer((0, 2), 0.5), Layer((1,), 0.25)), 0.7, outputs)
     file = tmp_path / "cache" / "key.json"
     assert load_profile(file, 3) is None
     save_profile(file, profile)
@@ -91,7 +92,9 @@ def test_profiles_are_kept_between_runs_and_damaged_ones_taken_anew(tmp_path: Pa
         *older,
         '{"layers": 1, "whole_s": 1}',
         '{"layers": [[[0], 1.0]]}',
-        '{"layers": [[[0], 1.0, 2]], "whole_s": 1.0}',
+        '{"layers": [[[0], 1.0, 2]], "whole_s": 1.0, "outputs": []}',
+        '{"layers": [[[0], 1.0]], "whole_s": 1.0}',
+        '{"layers": [[[0], 1.0]], "whole_s": 1.0, "outputs": [["output", "float32"]]}',
     ):
         file.write_text(damage)
         assert load_profile(file, 1) is None

@@ -22,6 +22,7 @@ from torchrelay.errors import (
     ModelError,
     NotFoundError,
     StorageError,
+    TorchRelayError,
     UnsupportedError,
 )
 from torchrelay.switching import InputSpec, ModelStore, Switcher
@@ -128,7 +129,9 @@ def test_each_file_of_models_is_a_module_of_its_own(
             (folder / "net.py").write_text(code.format(width))
             monkeypatch.chdir(folder)
             for reference in (f"{folder}/net.py:net", "net.py:net"):
-                added.append((width, store.add("net", reference, inputs={"input": x})))
+                added.append(
+                    (width, store.add("net", reference, inputs={"input": x}, replace=True))
+                )
         monkeypatch.chdir(tmp_path)  # where a worker may be
         assert all(bound(model)(x).shape == (1, width) for width, model in added)
 
@@ -216,8 +219,9 @@ def test_wrong_models_are_refused_in_a_sentence() -> None:
         for factory, kwargs, error, message in cases:
             with pytest.raises(error, match=message):
                 store.add("m", factory, inputs={"x": TOKENS}, **kwargs)
-        with pytest.raises(ArgumentError, match="not a valid name of a model"):
-            store.add("../m", models.chain, inputs={"x": TOKENS})
+        for name in ("", "../m", ".", "..", "...", "a/b", "a\n", "a b", "%2e"):
+            with pytest.raises(ArgumentError, match="not a valid name of a model"):
+                store.add(name, models.chain, inputs={"x": TOKENS})
         with pytest.raises(NotFoundError, match="no model 'm'"):
             store.get("m")
         with pytest.raises(NotFoundError):
@@ -260,10 +264,13 @@ def test_a_view_that_torch_conjugates_or_negates_when_read_is_refused(view: str)
     layout_of(module)
 
 
-def test_a_second_add_replaces_the_model_and_counts_the_version() -> None:
+def test_a_second_add_replaces_the_model_if_asked_and_counts_the_version() -> None:
     with ModelStore() as store:
-        first = store.add("c", models.chain, inputs={"x": torch.zeros(1, 64)})
-        second = store.add("c", models.chain, inputs={"x": torch.zeros(1, 64)}, seed=1)
+        chain: dict[str, Any] = {"factory": models.chain, "inputs": {"x": torch.zeros(1, 64)}}
+        first = store.add("c", **chain)
+        with pytest.raises(ArgumentError, match="there is a model 'c' already; pass replace=True"):
+            store.add("c", **chain)
+        second = store.add("c", **chain, seed=1, replace=True)
         assert (first.version, second.version) == (1, 2) and store.get("c") is second
         assert first.fingerprint() == second.fingerprint()
         store.remove("c")
@@ -281,6 +288,37 @@ def test_inputs_are_checked_against_their_specification() -> None:
                 spec.check(wrong)
 
 
+def test_a_tensor_fixes_the_size_of_the_batch(caplog: pytest.LogCaptureFixture) -> None:
+    """Which is said where it is passed, and in the error of another size."""
+    with ModelStore() as store, caplog.at_level("INFO", "torchrelay.switching"):
+        fixed = store.add("fixed", models.chain, inputs={"x": torch.zeros(1, 64)})
+        assert "always has the shape (1, 64)" in caplog.text and "(-1, 64)" in caplog.text
+        message = r"model 'fixed' takes torch.float32 \(1, 64\); its sizes, that of the batch inc"
+        with pytest.raises(ArgumentError, match=message):
+            fixed.check_inputs({"x": torch.zeros(2, 64)})
+        caplog.clear()
+        free = store.add("free", models.chain, inputs={"x": (torch.float32, (-1, 64))})
+        assert not caplog.text
+        with pytest.raises(ArgumentError, match=r"model 'free' takes torch.float32 \(-1, 64\)$"):
+            free.check_inputs({"x": torch.zeros(2, 63)})
+
+
+def test_errors_of_weights_and_factories_name_the_model_and_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("broken.safetensors").write_bytes(b"nothing")
+    inputs = {"x": (torch.float32, (-1, 64))}
+    with ModelStore() as store:
+        for weights in (".", "broken.safetensors", "missing.safetensors"):
+            with pytest.raises(TorchRelayError) as caught:
+                store.add("m", models.chain, inputs=inputs, weights=weights)
+            where = str(tmp_path / weights).removesuffix("/.")
+            assert f"model 'm', weights {where}: " in str(caught.value)
+        with pytest.raises(ModelError, match=r"model 'm': .*failed: ValueError"):
+            store.add("m", models.failing, inputs=inputs)
+
+
 def test_inputs_of_another_form_are_refused_with_what_to_pass() -> None:
     with ModelStore() as store:
         unnamed: Any
@@ -294,7 +332,8 @@ def test_inputs_of_another_form_are_refused_with_what_to_pass() -> None:
             ):
                 store.add("c", models.chain, inputs={"x": form})
         for form in ([torch.float32, [-1, 64]], InputSpec("x", torch.float32, (-1, 64))):
-            assert store.add("c", models.chain, inputs={"x": form}).inputs[0].shape == (-1, 64)
+            model = store.add("c", models.chain, inputs={"x": form}, replace=True)
+            assert model.inputs[0].shape == (-1, 64)
 
 
 def test_an_example_fits_its_shape_and_is_part_of_the_fingerprint() -> None:
@@ -302,7 +341,10 @@ def test_an_example_fits_its_shape_and_is_part_of_the_fingerprint() -> None:
         return {"x": (torch.float32, (-1, 64), example)}
 
     with ModelStore() as store:
-        models_of = [store.add("c", models.chain, inputs=inputs(rows, 64)) for rows in (0, 8, 8)]
+        models_of = [
+            store.add("c", models.chain, inputs=inputs(rows, 64), replace=True)
+            for rows in (0, 8, 8)
+        ]
         spec = models_of[1].inputs[0]
         assert spec.example_tensor().shape == (8, 64) and not spec.is_guessed
         assert spec.example_bytes == 8 * 64 * 4
@@ -310,8 +352,8 @@ def test_an_example_fits_its_shape_and_is_part_of_the_fingerprint() -> None:
         assert prints[0] != prints[1] == prints[2]
         for example in ((), (8,), (8, 64, 1), (8, 63)):
             with pytest.raises(ArgumentError, match=r"does not fit the shape \(-1, 64\)"):
-                store.add("c", models.chain, inputs=inputs(*example))
+                store.add("c", models.chain, inputs=inputs(*example), replace=True)
         for wrong in (-1, 1.5):
             with pytest.raises(ArgumentError, match="must be an integer of at least 0"):
-                store.add("c", models.chain, inputs=inputs(wrong, 64))
+                store.add("c", models.chain, inputs=inputs(wrong, 64), replace=True)
         assert store.get("c").version == 3
