@@ -309,13 +309,7 @@ class C10dTransport:
         return self._start("allreduce", total, ([total],), options, arrived)
 
     def scan(
-        self,
-        source: Tensor,
-        result: Tensor,
-        op: Op,
-        exclusive: bool,
-        descending: bool,
-        arrived: bool,
+        self, source: Tensor, result: Tensor, op: Op, exclusive: bool, descending: bool
     ) -> Requests:
         check_op(source.dtype, op)
 
@@ -326,7 +320,7 @@ class C10dTransport:
             if len(mine):
                 result.view(-1).copy_(_fold(mine.flip(0) if descending else mine, op))
 
-        return self._gather_rows(source, arrived, reduce)
+        return self._gather_rows(source, True, reduce)
 
     def reduce_scatter(self, blocks: Blocks, result: Tensor, op: Op, arrived: bool) -> Requests:
         check_op(result.dtype, op)
@@ -341,12 +335,12 @@ class C10dTransport:
             lambda: result.view(-1).copy_(_fold(rows, op)),
         )
 
-    def broadcast(self, memory: Tensor, root: int, arrived: bool) -> Requests:
+    def broadcast(self, memory: Tensor, root: int) -> Requests:
         if self.size == 1:
             return []
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = root, 0
-        return self._start("broadcast", memory, ([flat_bytes(memory)],), options, arrived)
+        return self._start("broadcast", memory, ([flat_bytes(memory)],), options, True)
 
     def move(
         self, name: str, sent: Part, received: Part, root: int | None, total: int, arrived: bool

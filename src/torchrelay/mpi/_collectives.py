@@ -163,7 +163,7 @@ class Bcast(Call):
             result = x
         else:
             result = x.clone() if self.comm.rank == self.root else fresh_like(x)
-        requests = self.comm.transport.broadcast(result, self.root, arrived)
+        requests = self.comm.transport.broadcast(result, self.root)
         return Started(requests, lambda: result)
 
     def adjoint(self, grad: Tensor) -> Plan:
@@ -426,44 +426,38 @@ def is_uniform(comm: Comm, x: Tensor, axis: int, length: int) -> bool:
     return is_compiling() and length * comm.size == x.shape[axis]
 
 
-def allgather(comm: Comm, x: Tensor, axis: int, uniform: bool = False) -> Plan:
+def allgather(comm: Comm, x: Tensor, axis: int) -> Plan:
     """Concatenate all ranks' ``x`` along ``axis`` on every rank."""
     axis = axis_of(axis, x)
-    return Plan(Allgather(comm, axis, uniform=uniform or is_compiling()), x)
+    return Plan(Allgather(comm, axis, uniform=is_compiling()), x)
 
 
-def gather(comm: Comm, x: Tensor, axis: int, root: int, uniform: bool = False) -> Plan:
+def gather(comm: Comm, x: Tensor, axis: int, root: int) -> Plan:
     """Concatenate all ranks' ``x`` along ``axis`` on root; others get an empty tensor."""
     axis = axis_of(axis, x)
-    call = Gather(
-        comm, axis, x.shape[axis], comm.check_rank(root), uniform=uniform or is_compiling()
-    )
-    return Plan(call, x)
+    return Plan(Gather(comm, axis, x.shape[axis], comm.check_rank(root), uniform=is_compiling()), x)
 
 
-def scatter(
-    comm: Comm, x: Tensor, axis: int, length: int, root: int, uniform: bool = False
-) -> Plan:
+def scatter(comm: Comm, x: Tensor, axis: int, length: int, root: int) -> Plan:
     """Return a part of root's ``x`` along ``axis``, of the length that this rank asks for.
 
-    Other ranks' tensors are not read, but decide like root's whether they record it. If it is
-    ``uniform``, they have the shape of root's.
+    Other ranks' tensors are not read, but decide like root's whether they record it. In a compiled
+    graph, they have the shape of root's.
     """
     check_tensor(x)
     comm.check_rank(root)
     recorded = is_differentiated() and is_differentiable(x.dtype)
-    if uniform or is_compiling():
+    uniform = False
+    if is_compiling():
         axis = axis_of(axis, x)
-        uniform = uniform or is_uniform(comm, x, axis, length)
+        uniform = is_uniform(comm, x, axis, length)
     return Plan(Scatter(comm, axis, length, root, uniform=uniform, recorded=recorded), x)
 
 
-def alltoall(
-    comm: Comm, x: Tensor, gatheraxis: int, scatteraxis: int, numelem: int, uniform: bool = False
-) -> Plan:
+def alltoall(comm: Comm, x: Tensor, gatheraxis: int, scatteraxis: int, numelem: int) -> Plan:
     """Gather along ``gatheraxis``, and scatter along ``scatteraxis``: ``numelem`` to this rank."""
     g, s = axis_of(gatheraxis, x), axis_of(scatteraxis, x)
-    uniform = uniform or (g != s and is_uniform(comm, x, s, numelem))
+    uniform = g != s and is_uniform(comm, x, s, numelem)
     return Plan(Alltoall(comm, g, s, numelem, x.shape[g], uniform=uniform), x)
 
 
@@ -660,15 +654,13 @@ class ReduceScatter(Reduction, AlongAxis):
         return f"{self.op.value}, axis={self.axis}"
 
 
-def reduce_scatter(
-    comm: Comm, x: Tensor, op: Op, axis: int, length: int, uniform: bool = False
-) -> Plan:
+def reduce_scatter(comm: Comm, x: Tensor, op: Op, axis: int, length: int) -> Plan:
     """Return a part along ``axis`` of the reduction of all ranks' ``x``, of one shape and dtype.
 
-    It has the ``length`` that this rank asks for; if it is ``uniform``, as all others do.
+    It has the ``length`` that this rank asks for.
     """
     axis = axis_of(axis, x)
-    uniform = uniform or is_uniform(comm, x, axis, length)
+    uniform = is_uniform(comm, x, axis, length)
     return linear(
         ReduceScatter(comm, op, axis, length, uniform=uniform),
         x,
@@ -692,7 +684,7 @@ class Scan(Reduction):
     def start(self, x: Tensor, numbers: Sequence[Sequence[int]], arrived: bool) -> Started:
         result = fresh_like(x)
         requests = self.comm.transport.scan(
-            x, result, self.op, self.exclusive, bool(self.descending), arrived
+            x, result, self.op, self.exclusive, bool(self.descending)
         )
         first = self.comm.size - 1 if self.descending else 0
         is_undefined = self.exclusive and self.comm.rank == first

@@ -312,8 +312,7 @@ class Communicator(NonBlocking, Messages):
         """Complete a started communication and return its result. Blocks."""
         if not isinstance(handle, WaitHandle):
             raise ArgumentError(
-                "Wait takes what Isend, Irecv or another non-blocking function returned, not "
-                f"{type(handle).__name__}"
+                f"Wait takes what Isend, Irecv or Iallreduce returned, not {type(handle).__name__}"
             )
         return handle.Wait()
 

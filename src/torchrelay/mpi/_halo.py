@@ -1,4 +1,4 @@
-"""Exchange with the neighbours in a grid: Neighbor_alltoall and Halo_exchange.
+"""Exchange with the neighbours in a grid.
 
 What goes down comes from above, and the other way round. Axes are exchanged in turn, each with the
 halos of the previous ones, which fills the corners.
@@ -14,7 +14,6 @@ from torch import Tensor
 
 from torchrelay.errors import ArgumentError
 from torchrelay.mpi._comm import Comm
-from torchrelay.mpi._dtypes import check_tensor
 from torchrelay.mpi._memory import axis_of
 from torchrelay.mpi._point_to_point import Sendrecv
 from torchrelay.mpi._record import record
@@ -51,26 +50,6 @@ class Neighbors(Comm):
         """Send ``x`` to ``dest``, and return what comes from ``source``; zeros from none."""
         faces = self._faces.replace(self.convention, self.unreachable_policy)
         return record(Sendrecv(faces, dest, 0, source, 0, tuple(x.shape), dtype=x.dtype), x)
-
-    def Neighbor_alltoall(self, tensor: Tensor) -> Tensor:
-        """Exchange with all neighbours. Blocking.
-
-        Args:
-            tensor: of shape ``(2 * len(dims), ...)``; parts ``2 * d`` and ``2 * d + 1`` go to the
-                lower and the upper neighbour along dimension d.
-
-        Returns:
-            The neighbours' parts in the same places; zeros at a border.
-        """
-        check_tensor(tensor)
-        dims = len(self.dims)
-        if tensor.ndim == 0 or tensor.shape[0] != 2 * dims:
-            raise ArgumentError(
-                f"Neighbor_alltoall: the first axis has a part for each of {2 * dims} neighbours, "
-                f"not {tuple(tensor.shape)}"
-            )
-        pairs = [(d, tensor[2 * d], tensor[2 * d + 1]) for d in range(dims)]
-        return torch.stack([part for pair in pairs for part in self._exchange(*pair)])
 
     def Halo_exchange(
         self,

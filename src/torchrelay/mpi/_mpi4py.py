@@ -157,31 +157,11 @@ class MpiTransport:
         return self._run("Allreduce" if root is None else "Reduce", arrived, *calls)
 
     def scan(
-        self,
-        source: Tensor,
-        result: Tensor,
-        op: Op,
-        exclusive: bool,
-        descending: bool,
-        arrived: bool,
+        self, source: Tensor, result: Tensor, op: Op, exclusive: bool, descending: bool
     ) -> Requests:
         kind, name = _op(source.dtype, op), "Exscan" if exclusive else "Scan"
-        if descending and not arrived:  # ranks in reverse order cannot be made without blocking
-            return self._run("Reduce", False, *self._sums_from(source, result, kind, exclusive))
         calls = ((_buffer(ours), _buffer(total), kind) for ours, total in pieces(source, result))
-        return self._run(name, arrived, *calls, mpi=self._reversed() if descending else None)
-
-    def _sums_from(
-        self, source: Tensor, result: Tensor, kind: MPI.Op, exclusive: bool
-    ) -> Iterable[tuple[object, ...]]:
-        """Yield the arguments of sums over each rank and those after it."""
-        nothing = bytearray(source.nbytes)  # zeros, which the requests keep
-        for root in range(self.size):
-            for ours, total in pieces(source, result):
-                given: tuple[object, ...] = _buffer(ours)
-                if root + exclusive > self.rank:
-                    given = (nothing, *given[1:])
-                yield given, _buffer(total) if root == self.rank else None, kind, root
+        return self._run(name, True, *calls, mpi=self._reversed() if descending else None)
 
     def _reversed(self) -> MPI.Intracomm:
         """Return the ranks in reverse order; all ranks have arrived in the scan that needs it."""
@@ -194,8 +174,8 @@ class MpiTransport:
         arguments = (_buffer(blocks.memory), _buffer(result), blocks.layout.counts)
         return self._run("Reduce_scatter", arrived, (*arguments, _op(result.dtype, op)))
 
-    def broadcast(self, memory: Tensor, root: int, arrived: bool) -> Requests:
-        return self._run("Bcast", arrived, *((_buffer(piece), root) for (piece,) in pieces(memory)))
+    def broadcast(self, memory: Tensor, root: int) -> Requests:
+        return self._run("Bcast", True, *((_buffer(piece), root) for (piece,) in pieces(memory)))
 
     def move(
         self, name: str, sent: Part, received: Part, root: int | None, total: int, arrived: bool

@@ -1,13 +1,12 @@
-"""Non-blocking collectives: started by ``Iallreduce`` and others, completed by ``Wait``.
+"""The non-blocking collective: started by ``Iallreduce``, completed by ``Wait``.
 
 In a backward pass the steps exchange their roles: ``Wait``'s backward starts the communication of
 the derivative, and the start's backward waits for it. MPI matches collectives by the order of their
 starts, and ranks may wait in different orders. A cotangent that arrives early is therefore kept
 until those of later collectives have been started.
 
-All ranks pass tensors of one shape, because exchanging shapes would block. MAX, MIN and PROD are
-gathered if a derivative is wanted, and ``Wait`` reduces them: their derivatives need further
-communication, and ranks may wait in different orders.
+MAX, MIN and PROD are gathered if a derivative is wanted, and ``Wait`` reduces them: their
+derivatives need further communication, and ranks may wait in different orders.
 """
 
 from __future__ import annotations
@@ -21,23 +20,11 @@ from torch import Tensor
 
 from torchrelay.errors import ArgumentError, UnsupportedError
 from torchrelay.mpi import _chain, _compiled
-from torchrelay.mpi._collectives import (
-    Bcast,
-    Exscan,
-    Scan,
-    allgather,
-    allreduce,
-    alltoall,
-    gather,
-    reduce,
-    reduce_scatter,
-    scan,
-    scatter,
-)
+from torchrelay.mpi._collectives import allreduce
 from torchrelay.mpi._comm import Comm
 from torchrelay.mpi._dtypes import Op
 from torchrelay.mpi._headers import Comparison, Fields, on_device
-from torchrelay.mpi._memory import axis_of, equal_part, packed, placed
+from torchrelay.mpi._memory import packed, placed
 from torchrelay.mpi._point_to_point import WaitHandle
 from torchrelay.mpi._record import Call, Plan, Started, current_chain, record
 from torchrelay.mpi._settings import settings
@@ -167,51 +154,8 @@ def start(plan: Plan) -> WaitHandle:
 
 
 class NonBlocking(Comm):
-    """The non-blocking collectives of a communicator.
-
-    Do not change tensors before Wait. All ranks pass tensors of one shape.
-    """
+    """The non-blocking collective of a communicator."""
 
     def Iallreduce(self, tensor: Tensor, op: Op) -> WaitHandle:
-        """Start :meth:`Allreduce`."""
+        """Start :meth:`Allreduce`; ``tensor`` must not change until :meth:`Wait`."""
         return start(allreduce(self, tensor, op))
-
-    def Ibcast(self, tensor: Tensor, root: int) -> WaitHandle:
-        """Start a broadcast of root's tensor into new memory."""
-        return start(Plan(Bcast(self, self.check_rank(root)), tensor))
-
-    def Ireduce(self, tensor: Tensor, op: Op, root: int) -> WaitHandle:
-        """Start a reduction to root into new memory, with zeros elsewhere."""
-        return start(reduce(self, tensor, op, root))
-
-    def Iscan(self, tensor: Tensor, op: Op) -> WaitHandle:
-        """Start :meth:`Scan`."""
-        return start(scan(Scan, self, tensor, op))
-
-    def Iexscan(self, tensor: Tensor, op: Op) -> WaitHandle:
-        """Start :meth:`Exscan`."""
-        return start(scan(Exscan, self, tensor, op))
-
-    def Igather(self, tensor: Tensor, gatheraxis: int, root: int) -> WaitHandle:
-        """Start :meth:`Gather` of equal shapes."""
-        return start(gather(self, tensor, gatheraxis, root, True))
-
-    def Iallgather(self, tensor: Tensor, gatheraxis: int) -> WaitHandle:
-        """Start :meth:`Allgather` of equal shapes."""
-        return start(allgather(self, tensor, gatheraxis, True))
-
-    def Iscatter(self, tensor: Tensor, scatteraxis: int, root: int) -> WaitHandle:
-        """Start :meth:`Scatter` in equal parts; all ranks pass a tensor of root's shape."""
-        numelem = equal_part(tensor, scatteraxis, self.size)
-        return start(scatter(self, tensor, scatteraxis, numelem, root, True))
-
-    def Ialltoall(self, tensor: Tensor, gatheraxis: int, scatteraxis: int) -> WaitHandle:
-        """Start :meth:`Alltoall` in equal parts."""
-        g, s = axis_of(gatheraxis, tensor), axis_of(scatteraxis, tensor)
-        numelem = tensor.shape[s] if g == s else equal_part(tensor, s, self.size)
-        return start(alltoall(self, tensor, g, s, numelem, True))
-
-    def Ireduce_scatter(self, tensor: Tensor, op: Op, scatteraxis: int = 0) -> WaitHandle:
-        """Start :meth:`Reduce_scatter_block`."""
-        numelem = equal_part(tensor, scatteraxis, self.size)
-        return start(reduce_scatter(self, tensor, op, scatteraxis, numelem, True))

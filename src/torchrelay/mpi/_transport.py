@@ -102,25 +102,19 @@ class Transport(Protocol):
         """
 
     def scan(
-        self,
-        source: Tensor,
-        result: Tensor,
-        op: Op,
-        exclusive: bool,
-        descending: bool,
-        arrived: bool,
+        self, source: Tensor, result: Tensor, op: Op, exclusive: bool, descending: bool
     ) -> Requests:
         """Reduce the ``source`` of all ranks up to this one, or before it, into ``result``.
 
-        With ``descending``, from the last rank to the first. What nothing is reduced into is
-        undefined.
+        All ranks have arrived. With ``descending``, from the last rank to the first. What nothing
+        is reduced into is undefined.
         """
 
     def reduce_scatter(self, blocks: Blocks, result: Tensor, op: Op, arrived: bool) -> Requests:
         """Reduce all ranks' ``blocks``, at most ``max_count`` elements; block r goes to rank r."""
 
-    def broadcast(self, memory: Tensor, root: int, arrived: bool) -> Requests:
-        """Copy root's ``memory`` into that of every rank."""
+    def broadcast(self, memory: Tensor, root: int) -> Requests:
+        """Copy root's ``memory`` into that of every rank. All ranks have arrived."""
 
     def move(
         self, name: str, sent: Part, received: Part, root: int | None, total: int, arrived: bool

@@ -1,4 +1,4 @@
-"""Allgather and Iallgather."""
+"""Allgather."""
 
 # ruff: noqa: B023 - functions made in a loop are called in the same round of it
 from __future__ import annotations
@@ -61,7 +61,6 @@ def test_pieces_are_not_taken_for_messages(comm: Communicator) -> None:
 
 FUNCTIONS: dict[str, Differentiable] = {
     "Allgather": lambda comm, x: comm.Allgather(x * x, 0),
-    "Iallgather": lambda comm, x: comm.Iallgather(x * x, 1).Wait(),
 }
 
 

@@ -1,4 +1,4 @@
-"""Allreduce, Iallreduce and Allreduce_init."""
+"""Allreduce and Iallreduce."""
 
 # ruff: noqa: B023 - functions made in a loop are called in the same round of it
 from __future__ import annotations

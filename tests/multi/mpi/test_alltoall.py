@@ -1,4 +1,4 @@
-"""Alltoall and Ialltoall."""
+"""Alltoall."""
 
 # ruff: noqa: B023 - functions made in a loop are called in the same round of it
 from __future__ import annotations
@@ -68,7 +68,6 @@ FUNCTIONS: dict[str, Differentiable] = {
     "Alltoall of equal axes": lambda comm, x: comm.Alltoall(
         x * x, 1, 1, 2 * comm.size if comm.rank == 0 else 0
     ),
-    "Ialltoall": lambda comm, x: comm.Ialltoall(torch.cat([x * x] * comm.size), 1, 0).Wait(),
 }
 
 

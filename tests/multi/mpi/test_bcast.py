@@ -1,4 +1,4 @@
-"""Bcast_, Ibcast and Bcast_init."""
+"""Bcast_."""
 
 # ruff: noqa: B023 - functions made in a loop are called in the same round of it
 from __future__ import annotations
@@ -41,7 +41,6 @@ def test_large_counts_go_in_pieces(comm: Communicator) -> None:
 
 FUNCTIONS: dict[str, Differentiable] = {
     "Bcast_": lambda comm, x: comm.Bcast_(x * x, comm.size - 1),
-    "Ibcast": lambda comm, x: comm.Ibcast(x * x, 0).Wait(),
 }
 
 

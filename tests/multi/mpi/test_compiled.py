@@ -149,7 +149,7 @@ def test_two_steps_run_outside_of_the_graph(comm: Communicator) -> None:
 
     def collectives(x: Tensor) -> Tensor:
         handle = comm.Iallreduce(x * (comm.rank + 1), mpi.MPI_SUM)
-        again = comm.Ibcast(x * 3, 1)
+        again = comm.Iallreduce(x * 3, mpi.MPI_SUM)
         return handle.Wait() * 2 + again.Wait()
 
     for function in (message, collectives):

@@ -1,4 +1,4 @@
-"""Gather and Igather."""
+"""Gather."""
 
 # ruff: noqa: B023 - functions made in a loop are called in the same round of it
 from __future__ import annotations
@@ -49,7 +49,6 @@ def test_large_counts_go_in_pieces(comm: Communicator) -> None:
 
 FUNCTIONS: dict[str, Differentiable] = {
     "Gather": lambda comm, x: comm.Gather(x * x, 1, comm.size - 1),
-    "Igather": lambda comm, x: comm.Igather(x * x, 1, 0).Wait(),
 }
 
 

@@ -1,4 +1,4 @@
-"""Halo_exchange and Neighbor_alltoall."""
+"""Halo_exchange."""
 
 from __future__ import annotations
 
@@ -52,7 +52,6 @@ def test_debug_mode_takes_no_halo_for_a_message(comm: Communicator) -> None:
 
 
 FUNCTIONS: dict[str, Differentiable] = {
-    "Neighbor_alltoall": lambda comm, x: grid(comm, True).Neighbor_alltoall(x * x),
     "Halo_exchange": lambda comm, x: grid(comm, True).Halo_exchange(x * x, [(1, 2)], axes=[1]),
     "Halo_exchange at a border": lambda comm, x: grid(comm, False).Halo_exchange(x * x, 1),
 }

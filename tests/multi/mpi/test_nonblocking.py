@@ -20,7 +20,7 @@ from torchrelay.mpi._headers import Comparison
 
 
 def at_once(comm: Communicator, x: Tensor) -> Tensor:
-    first, second = comm.Iallreduce(x, mpi.MPI_SUM), comm.Iallgather(x * x, 0)
+    first, second = comm.Iallreduce(x, mpi.MPI_SUM), comm.Iallreduce(x, mpi.MPI_PROD)
     results = [h.Wait() for h in ((first, second) if comm.rank % 2 else (second, first))]
     return results[0].sum() * results[1]
 

@@ -158,7 +158,7 @@ def test_dtensors_in_and_out(comm: Communicator) -> None:
     for call in (
         lambda: comm.Allreduce(sharded, mpi.MPI_SUM),
         lambda: comm.Bcast_(sharded.detach(), 0),
-        lambda: comm.Iallgather(sharded, 0),
+        lambda: comm.Iallreduce(sharded, mpi.MPI_SUM),
         lambda: comm.Isend(sharded, 1 - comm.rank),
         lambda: comm.Irecv(sharded.detach(), 1 - comm.rank),
     ):

@@ -1,4 +1,4 @@
-"""Reduce_, Ireduce and Reduce_init."""
+"""Reduce_."""
 
 # ruff: noqa: B023 - functions made in a loop are called in the same round of it
 from __future__ import annotations
@@ -50,9 +50,7 @@ def test_large_counts_go_in_pieces(comm: Communicator) -> None:
 FUNCTIONS: dict[str, Differentiable] = {
     "Reduce_": lambda comm, x: comm.Reduce_(x * x, mpi.MPI_SUM, comm.size - 1),
     "Reduce_ PROD": lambda comm, x: comm.Reduce_(x * 1, mpi.MPI_PROD, 0),
-    "Ireduce": lambda comm, x: comm.Ireduce(x * x, mpi.MPI_SUM, 0).Wait(),
-    "Ireduce MIN": lambda comm, x: comm.Ireduce(x * x, mpi.MPI_MIN, comm.size - 1).Wait(),
-    "Ireduce PROD": lambda comm, x: comm.Ireduce(x * 1, mpi.MPI_PROD, 0).Wait(),
+    "Reduce_ MIN": lambda comm, x: comm.Reduce_(x * x, mpi.MPI_MIN, comm.size - 1),
 }
 
 
@@ -68,5 +66,4 @@ def test_wrong_arguments(comm: Communicator) -> None:
         lambda: comm.Reduce_(x, mpi.MPI_SUM, comm.size),
         lambda: comm.Reduce_(x, mpi.MPI_BAND, 0),
         lambda: comm.Reduce_(x.to(torch.complex64), mpi.MPI_MAX, 0),
-        lambda: comm.Ireduce(x.to(torch.complex64), mpi.MPI_MAX, 0),
     )

@@ -1,4 +1,4 @@
-"""Scan, Exscan, Iscan and Iexscan."""
+"""Scan and Exscan."""
 
 # ruff: noqa: B023 - functions made in a loop are called in the same round of it
 from __future__ import annotations
@@ -72,8 +72,7 @@ FUNCTIONS: dict[str, Differentiable] = {
     "Scan": lambda comm, x: comm.Scan(x * x, mpi.MPI_SUM),
     "Exscan": lambda comm, x: comm.Exscan(x * x, mpi.MPI_SUM),
     "Scan PROD": lambda comm, x: comm.Scan(x, mpi.MPI_PROD),
-    "Iscan": lambda comm, x: comm.Iscan(x * x, mpi.MPI_SUM).Wait(),
-    "Iexscan MAX": lambda comm, x: comm.Iexscan(x * x, mpi.MPI_MAX).Wait(),
+    "Exscan MAX": lambda comm, x: comm.Exscan(x * x, mpi.MPI_MAX),
 }
 
 
@@ -88,7 +87,7 @@ def test_func_grad_jvp_vmap(comm: Communicator, name: str) -> None:
 
 
 def product_scans(comm: Communicator) -> Iterator[tuple[str, Callable[[Tensor], Tensor]]]:
-    """The four, as functions of a tensor whose result is one loss, which all ranks hold."""
+    """Both, as functions of a tensor whose result is one loss, which all ranks hold."""
     weight = comm.rank + 1.5
 
     def loss(scanned: Tensor) -> Tensor:
@@ -96,8 +95,6 @@ def product_scans(comm: Communicator) -> Iterator[tuple[str, Callable[[Tensor], 
 
     yield "Scan", lambda x: loss(comm.Scan(x, mpi.MPI_PROD))
     yield "Exscan", lambda x: loss(comm.Exscan(x, mpi.MPI_PROD))
-    yield "Iscan", lambda x: loss(comm.Iscan(x, mpi.MPI_PROD).Wait())
-    yield "Iexscan", lambda x: loss(comm.Iexscan(x, mpi.MPI_PROD).Wait())
 
 
 @mpi_test((2,))
@@ -131,28 +128,6 @@ def test_second_derivatives_of_scans_of_products(comm: Communicator) -> None:
             assert torch.allclose(found, wanted[r]), (convention, name, found, wanted[r])
 
 
-@mpi_test((2, 3))
-def test_a_started_scan_lets_the_others_come_later_in_backward(every: Communicator) -> None:
-    """Rank 1 starts the scan of the derivative before it sends rank 0 what that waits for."""
-    x = torch.full((4,), every.rank + 2.0, dtype=torch.float64, requires_grad=True)
-    for exclusive in (False, True):
-        with every.Dup() as comm:  # its first backward pass
-            handle = comm.Iexscan(x, mpi.MPI_SUM) if exclusive else comm.Iscan(x, mpi.MPI_SUM)
-            if comm.rank == 0:
-                y = handle.Wait()
-                comm.Send(x * 1, 1)
-                loss = y.sum()
-            elif comm.rank == 1:
-                got = comm.Recv(torch.empty_like(x), 0)
-                loss = (handle.Wait() * got).sum()
-            else:
-                loss = handle.Wait().sum()
-            (grad,) = mpi.grad(loss, x)
-        others, later = comm.size - 2, 1 - exclusive
-        wanted = (later + 2 * 2 + 3 * later + others, 2 * later + others, later)[comm.rank]
-        assert grad.tolist() == [wanted] * 4
-
-
 @mpi_test()
 def test_wrong_arguments(comm: Communicator) -> None:
     x = torch.ones(2, 2)
@@ -160,6 +135,4 @@ def test_wrong_arguments(comm: Communicator) -> None:
         lambda: comm.Scan(x, mpi.MPI_BAND),
         lambda: comm.Scan(x.to(torch.complex64), mpi.MPI_MIN),
         lambda: comm.Exscan(x.to(torch.complex64), mpi.MPI_MIN),
-        lambda: comm.Iscan(x.to(torch.complex64), mpi.MPI_MIN),
-        lambda: comm.Iexscan(x.to(torch.complex64), mpi.MPI_MIN),
     )

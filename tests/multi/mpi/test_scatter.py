@@ -1,4 +1,4 @@
-"""Scatter and Iscatter."""
+"""Scatter."""
 
 # ruff: noqa: B023 - functions made in a loop are called in the same round of it
 from __future__ import annotations
@@ -53,7 +53,6 @@ def test_large_counts_go_in_pieces(comm: Communicator) -> None:
 
 FUNCTIONS: dict[str, Differentiable] = {
     "Scatter": lambda comm, x: comm.Scatter(torch.cat([x * x] * comm.size, 1), 1, 2, comm.size - 1),
-    "Iscatter": lambda comm, x: comm.Iscatter(torch.cat([x * x] * comm.size), 0, 0).Wait(),
 }
 
 
