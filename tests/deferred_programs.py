@@ -27,7 +27,6 @@ from torchrelay.deferred import (
     materialize_module,
     materialize_tensor,
 )
-from torchrelay.deferred.fake import is_fake
 from torchrelay.errors import DeferredError, TorchRelayError, UnsupportedError
 
 __all__ = ["WAYS", "check"]
@@ -168,33 +167,6 @@ def view(p: Program) -> None:
     )  # fmt: skip
 
 
-def _apart(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """Return ``source``, which is about to be read while ``target`` is written.
-
-    Raises:
-        ValueError: the two share a part of their memory, and elements are read before or after
-            they are written, as it happens; the instruction is then left out of the program.
-    """
-    if is_fake(target) or is_fake(source):  # as decided when the program was built eagerly
-        return source
-    same_memory = target.untyped_storage()._cdata == source.untyped_storage()._cdata
-    same_view = (target.shape, target.stride(), target.storage_offset(), target.dtype) == (
-        source.shape, source.stride(), source.storage_offset(), source.dtype
-    )  # fmt: skip
-    if same_memory and not same_view and _bytes_of(target) & _bytes_of(source):
-        raise ValueError("an operation reads a part of what it writes")
-    return source
-
-
-def _bytes_of(tensor: torch.Tensor) -> set[int]:
-    """Return the places in its storage that ``tensor`` covers, in bytes."""
-    offsets: Any = torch.zeros((), dtype=torch.int64)
-    for extent, step in zip(tensor.shape, tensor.stride(), strict=True):
-        offsets = offsets.unsqueeze(-1) + torch.arange(extent) * step
-    first = (offsets.flatten() + tensor.storage_offset()) * tensor.itemsize
-    return set((first.unsqueeze(-1) + torch.arange(tensor.itemsize)).flatten().tolist())
-
-
 @step(14)
 def write(p: Program) -> None:
     t, r, generator = p.any(), p.random, p.generator()
@@ -207,10 +179,10 @@ def write(p: Program) -> None:
         lambda: inside.add_(1),
         lambda: inside.add_(inside),
         lambda: inside.clamp_(-1, 1),
-        lambda: inside.copy_(_apart(inside, other)),
+        lambda: inside.copy_(other),
         lambda: inside.copy_(inside.flip(0)),
-        lambda: inside.add_(_apart(inside, other)),
-        lambda: inside.mul_(_apart(inside, other)),
+        lambda: inside.add_(other),
+        lambda: inside.mul_(other),
         lambda: inside.normal_(generator=generator),
         lambda: inside.uniform_(generator=generator),
         lambda: inside.bernoulli_(0.4, generator=generator),
@@ -220,17 +192,82 @@ def write(p: Program) -> None:
         inside.exponential_,
         lambda: inside.random_(0, 5),
         lambda: inside.index_fill_(0, torch.tensor([0]), 4),
-        lambda: inside.lerp_(_apart(inside, other), 0.5),
+        lambda: inside.lerp_(other, 0.5),
         lambda: inside.data.mul_(2),
         lambda: torch._foreach_mul_([inside, other], 0.5),
         lambda: (
-            inside.shape == other.shape and torch.add(_apart(inside, other), 1, out=inside)
+            inside.shape == other.shape and torch.add(other, 1, out=inside)
         ),
         lambda: inside.neg_().abs_(),
         inside.t_,
         inside.tanh_,
         lambda: inside[0].fill_(other.reshape(-1)[0]),
     ))()  # fmt: skip
+
+
+def _view_inside(t: torch.Tensor, shape: tuple[int, ...], r: random.Random) -> torch.Tensor:
+    """Return a view of the storage of ``t`` of this shape, or one that is expanded to it."""
+    count = t.untyped_storage().nbytes() // t.itemsize
+    strides = [
+        r.choice((0, 1, 1, 2, 3)) if dim == len(shape) - 1 else r.choice((0, 1, shape[-1], 5, 1))
+        for dim in range(len(shape))
+    ]
+    if r.random() < 0.2:
+        strides.reverse()
+    span = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+    if span > count:
+        return t.as_strided(shape, (0,) * len(shape), 0)
+    return t.as_strided(shape, strides, r.randint(0, count - span))
+
+
+@step(10)
+def overlap(p: Program) -> None:
+    """In-place operations between views of one storage, which may overlap each other or themselves,
+    and what torch refuses of them.
+    """
+    t, r = p.any(floating=True), p.random
+    shape = p.random.choice(((3,), (5,), (2, 3), (4, 1), (1, 4), (8,), (17,)))
+    to, one, other = (_view_inside(t, shape, r) for _ in range(3))
+    call = r.choice((
+        lambda: to.add_(one),
+        lambda: to.mul_(one),
+        lambda: to.sub_(one, alpha=2),
+        lambda: to.copy_(one),
+        lambda: to.addcmul_(one, other),
+        lambda: to.lerp_(one, other),
+        lambda: to.lerp_(one, 0.5),
+        lambda: torch.maximum(one, other, out=to),
+        lambda: torch.add(one, other, out=to),
+        lambda: to.masked_fill_(one > other, 1),
+        lambda: to.index_copy_(0, torch.arange(one.shape[0]), one),
+        lambda: to.index_add_(0, torch.zeros(one.shape[0], dtype=torch.int64), one),
+        lambda: to.index_put_((torch.tensor([0, 0]),), one[:1]),
+        lambda: to.scatter_(0, torch.zeros(shape, dtype=torch.int64), one),
+        lambda: to.clamp_(one, other),
+        lambda: to.mul_(0.5),
+        lambda: to.bernoulli_(one.nan_to_num().clamp(0, 1)),
+        to.uniform_,
+        to.zero_,
+        lambda: to.cumsum_(0),
+        lambda: torch._foreach_add_([to, other], [one, one]),
+        lambda: torch._foreach_copy_([to, other], [one, to]),
+        to.tril_,
+        lambda: to.triu_(1),
+        lambda: to.add_(one.flip(0)),
+        lambda: to.add_(one.clone()),
+        lambda: to.div_(one.sum()),
+        lambda: to.fill_(one.reshape(-1)[0]),
+        lambda: to.swapaxes_(0, -1).add_(one),
+        lambda: to.addcdiv_(one, other.abs() + 1),
+        lambda: to.view(torch.int32).bitwise_xor_(one.view(torch.int32)),
+        lambda: to.data.add_(one),
+    ))  # fmt: skip
+    try:
+        call()
+    except (RuntimeError, IndexError) as error:
+        if isinstance(error, TorchRelayError):
+            raise
+        p.seen.append("refused")
 
 
 @step(12)
@@ -259,6 +296,17 @@ def compute(p: Program) -> None:
             lambda: torch.normal(t, 1.0),
             lambda: torch.multinomial(t.abs() + 1, 2),
             lambda: torch.sort(t)[0],
+            lambda: r.choice((torch.tril, torch.triu))(t),
+            lambda: r.choice((torch.tril, torch.triu))(t.reshape(-1, 1).mT),
+            lambda: t.roll(1, 0),
+            lambda: t.flip(0),
+            lambda: torch.addcmul(t, other, other),
+            lambda: torch.lerp(t, other, 0.3),
+            t.mT.contiguous,
+            lambda: torch.empty_like(t.mT).copy_(other),
+            lambda: nn.functional.softmax(t, 0),
+            lambda: t[torch.tensor([0, 0])],
+            lambda: t.mT * other,
             lambda: t.cumsum(0),
             t.norm,
             t.resolve_conj,
@@ -431,6 +479,13 @@ def compare(module: nn.Module, eager: nn.Module) -> None:
         assert same(mine[name], tensor), f"{name}: {mine[name]} is not {tensor}"
         assert mine[name].requires_grad == tensor.requires_grad, name
         assert type(mine[name]) is type(tensor), name
+        assert _strides(mine[name]) == _strides(tensor), f"{name}: other strides"
+
+
+def _strides(tensor: torch.Tensor) -> list[int]:
+    """Return the strides that mean something."""
+    pairs = zip(tensor.stride(), tensor.shape, strict=True)
+    return [step for step, extent in pairs if extent > 1 and tensor.numel()]
 
 
 def whole(module: nn.Module, eager: nn.Module, r: random.Random) -> None:

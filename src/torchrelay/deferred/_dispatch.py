@@ -190,6 +190,7 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  
         and type(args[0]) is DispatchingTensor
         and args[0]._history.escaped is None
         and args[0]._region.dtype.is_floating_point
+        and 0 not in args[0]._region.stride  # an expanded one may be refused
         and not (len(args) > 1 and isinstance(args[1], torch.Tensor))
     ):
         if args[0]._region.storage.deferred:
@@ -279,7 +280,11 @@ def _general(
         fake._region.storage.deferred for fake in fakes
     )
     written = made.written_by(operator, args, kwargs)
-    if operator.needs_values or not all(isinstance(tensor, FakeTensor) for tensor in written):
+    if (
+        operator.needs_values
+        or not all(isinstance(tensor, FakeTensor) for tensor in written)
+        or _may_be_refused(operator, written, fakes)
+    ):
         return by_value(func, args, kwargs, fakes, deferred)
     try:
         results = made.shapes_of(func, args, kwargs)
@@ -305,6 +310,20 @@ def _general(
         writes = tuple(fake._region for fake in written)
         record(func, operator, args, kwargs, writes, tuple(created))
     return answer
+
+
+def _may_be_refused(operator: Operator, written: list[FakeTensor], fakes: list[FakeTensor]) -> bool:
+    """Return whether torch may refuse to write to one of ``written``, because several of its
+    elements are one in memory, or some of them are elements of an argument. Meta kernels cannot
+    tell, as they have no addresses.
+    """
+    regions = [fake._region for fake in fakes]
+    for to in (fake._region for fake in written):
+        if to.is_expanded or any(map(to.partly_overlaps, regions)):
+            return True
+        if not operator.slices and regions.count(to) > 1:
+            return True
+    return False
 
 
 def _check_supported(func: Any, operator: Operator, fakes: list[FakeTensor]) -> None:

@@ -239,13 +239,64 @@ class Region(NamedTuple):
     def is_whole(self) -> bool:
         """Whether it covers every byte of its storage, in any order of dimensions."""
         covers = self.offset == 0 and self.size_bytes == self.storage.size_bytes
-        return covers and _is_dense(sorted(zip(self.stride, self.size, strict=True)))
+        return covers and self._is_dense
+
+    @property
+    def span(self) -> int:
+        """The elements of the storage from its first to its last; 0 if it has none."""
+        if 0 in self.size:
+            return 0
+        return 1 + sum((n - 1) * step for n, step in zip(self.size, self.stride, strict=True))
+
+    @property
+    def overlaps_itself(self) -> bool:
+        """Whether several of its elements may be one in memory."""
+        inner = 1
+        for step, extent in sorted(zip(self.stride, self.size, strict=True)):
+            if extent > 1:
+                if step < inner:
+                    return True
+                inner += (extent - 1) * step
+        return False
+
+    def may_overlap(self, other: Region) -> bool:
+        """Return whether the bytes from its first to its last element include one of ``other``'s
+        range.
+        """
+        if self.storage is not other.storage:
+            return False
+        (first, stop), (others_first, others_stop) = (
+            (one.offset * one.dtype.itemsize, (one.offset + one.span) * one.dtype.itemsize)
+            for one in (self, other)
+        )
+        return first < others_stop and others_first < stop
+
+    @property
+    def is_expanded(self) -> bool:
+        return any(step == 0 and n > 1 for n, step in zip(self.size, self.stride, strict=True))
+
+    def partly_overlaps(self, other: Region) -> bool:
+        """Return whether torch can tell that the two have a part in common: both are dense."""
+        return self != other and self._is_dense and other._is_dense and self.may_overlap(other)
+
+    @property
+    def _is_dense(self) -> bool:
+        return _is_dense(sorted(zip(self.stride, self.size, strict=True)))
 
     def layout(self) -> tuple[Any, ...]:
         """Return what results of operations on it depend on, beside the values."""
         storage = self.storage
         place = self.offset, storage.size_bytes, storage.device
         return self.dtype, self.size, self.stride, *place, self.conj, self.neg
+
+    def unexpanded(self) -> Region:
+        """Return it with each element once along dimensions that it is expanded to."""
+        sizes = zip(self.size, self.stride, strict=True)
+        return self._replace(size=tuple(n if step else min(n, 1) for n, step in sizes))
+
+    def all_bytes(self) -> Region:
+        """Return its whole storage, as bytes."""
+        return Region(self.storage, torch.uint8, (self.storage.size_bytes,), (1,))
 
     def over(self, storage: torch.UntypedStorage) -> torch.Tensor:
         """Return the real tensor that is this region of ``storage``."""
@@ -263,9 +314,11 @@ class Region(NamedTuple):
             _torch.set_bits(tensor, self.conj, self.neg)
         return tensor
 
-    def meta(self) -> torch.Tensor:
-        """Return a meta tensor like this region; regions of one storage share a meta storage."""
-        if self.offset == 0 and self.storage.shadow is None:
+    def meta(self, alone: bool = False) -> torch.Tensor:
+        """Return a meta tensor like this region; regions of one storage share a meta storage,
+        unless it is to be ``alone``.
+        """
+        if alone or (self.offset == 0 and self.storage.shadow is None):
             plain = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device="meta")
             return self.with_bits(plain)
         if self.storage.shadow is None:

@@ -10,6 +10,7 @@ one tensor at a time.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -118,7 +119,7 @@ class _Parts:
     def _cut_out(self, region: Region, before: int) -> torch.Tensor:
         """Return the values of ``region``, out of one range of its storage or of several."""
         dims = _in_memory_order(region)
-        if _span(region) > max(region.numel, _MADE_TOGETHER):
+        if region.span > max(region.numel, _MADE_TOGETHER):
             outer, extent = dims[0], region.size[dims[0]]
             together = max(1, _MADE_TOGETHER // region.stride[outer])
             if together < extent:
@@ -128,7 +129,7 @@ class _Parts:
                     target = made.narrow(outer, first, piece.size[outer])
                     target.copy_(self._cut_out(piece, before))
                 return made
-        start, stop = region.offset, region.offset + _span(region)
+        start, stop = region.offset, region.offset + region.span
         if not region.is_contiguous:  # whole rows, because only these can be cut out of some
             row = max(1, region.stride[dims[0]])
             start -= start % row
@@ -196,9 +197,9 @@ class _Parts:
         _draws.fill_part(node.func, values, rule, target.numel, first, mine, at)
 
     def _elementwise(self, node: Node, cut: _Cut, mine: torch.Tensor) -> None:
-        if 0 in mine.stride():  # expanded: several of its elements are one in memory
-            raise _NotSliceableError
         own = node.writes[0] if node.writes else None
+        if own is not None and _reads_what_it_writes(own, node.reads):
+            raise _NotSliceableError
         contiguous = mine.contiguous()
 
         def real(value: Region | External | Constant) -> torch.Tensor:
@@ -222,6 +223,13 @@ class _Parts:
 _FACTORY_NAMES = {"dtype", "layout", "device", "pin_memory", "memory_format"}
 
 
+def _reads_what_it_writes(target: Region, reads: Iterable[Region]) -> bool:
+    """Return whether an element of ``target`` may be read after another one was written there."""
+    return target.overlaps_itself or any(
+        target.may_overlap(region) for region in reads if region != target
+    )
+
+
 def _target(node: Node) -> Region:
     """Return the one region that ``node`` writes."""
     found = node.targets()
@@ -239,11 +247,6 @@ def _in_memory_order(region: Region) -> list[int]:
 def _permuted(region: Region, dims: list[int]) -> Region:
     size, stride = ([of[dim] for dim in dims] for of in (region.size, region.stride))
     return region._replace(size=tuple(size), stride=tuple(stride))
-
-
-def _span(region: Region) -> int:
-    """Return the elements of the storage from the first to the last of ``region``."""
-    return 1 + sum((n - 1) * step for n, step in zip(region.size, region.stride, strict=True))
 
 
 def _rows(region: Region, dim: int, first: int, stop: int) -> Region:
@@ -300,11 +303,11 @@ def _cut(target: Region, within: Region) -> _Cut | None:
     whole = _permuted(target, dims)
     low = within.offset - target.offset
     high = low + within.numel
-    if 0 in whole.size or high <= 0 or low >= _span(whole):
+    if 0 in whole.size or high <= 0 or low >= whole.span:
         return None
-    if low <= 0 and high >= _span(whole):
+    if low <= 0 and high >= whole.span:
         return _Cut(dims, whole.size, False, 0, whole.size[0] if dims else 1)
-    step, row = whole.stride[0], _span(_rows(whole, 0, 0, 1))
+    step, row = whole.stride[0], _rows(whole, 0, 0, 1).span
     if step >= row:
         inside = range(max(0, -(-low // step)), min(whole.size[0], (high - row) // step + 1))
         touched = range(max(0, (low - row) // step + 1), min(whole.size[0], -(-high // step)))

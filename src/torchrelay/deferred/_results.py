@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -63,22 +64,65 @@ def _key(value: Any, by_kind: bool) -> Any:
 
 
 def _shapes_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    meta_kwargs = {key: map_tensors(value, torch.Tensor, meta_of) for key, value in kwargs.items()}
+    operator = describe(func)
+    # Without addresses, meta kernels cannot tell which parts of a storage overlap.
+    meta = partial(meta_of, alone=bool(operator.written) and not operator.changes_shape)
+    meta_kwargs = {key: map_tensors(value, torch.Tensor, meta) for key, value in kwargs.items()}
     if "generator" in kwargs:
         meta_kwargs["generator"] = None  # nothing is drawn
-    if "device" in meta_kwargs or (describe(func).is_factory and describe(func).takes_device):
+    if "device" in meta_kwargs or (operator.is_factory and operator.takes_device):
         meta_kwargs["device"] = torch.device("meta")
     meta_kwargs.pop("pin_memory", None)
-    name = describe(func).name
+    name = operator.name
     with _torch.plain_torch():
         if name.startswith(_LAID_OUT_BY_DEVICE):
-            return _torch.results_on_device(func, args, meta_kwargs, meta_of)
-        results = func(*map_tensors(args, torch.Tensor, meta_of), **meta_kwargs)
+            return _torch.results_on_device(func, args, meta_kwargs, meta)
+        results = func(*map_tensors(args, torch.Tensor, meta), **meta_kwargs)
+        if operator.makes_one and _may_have_other_strides((args, kwargs), results):
+            return _as_on_cpu(func, args, kwargs, results)
         return (
             map_tensors(results, torch.Tensor, _row_by_row)
             if name in _LAID_OUT_IN_ROWS
             else results
         )
+
+
+_TRIED_BYTES = 1 << 16
+
+
+def _may_have_other_strides(arguments: Any, result: torch.Tensor) -> bool:
+    """Return whether the meta kernel may be wrong about the stride of a dimension of size 1, which
+    kernels give as they like, and which can be tried out on the CPU.
+    """
+    found = [result]
+    devices: list[torch.device] = []
+    map_tensors(arguments, torch.Tensor, found.append)
+    map_tensors(arguments, torch.device, devices.append)
+    return (
+        any(1 in t.shape for t in found)
+        and all(t.layout is torch.strided and t.nbytes <= _TRIED_BYTES for t in found)
+        and all(d.type == "cpu" for d in (*(t.device for t in found[1:]), *devices))
+    )
+
+
+def _as_on_cpu(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: torch.Tensor
+) -> torch.Tensor:
+    """Return ``result`` with the strides of what the kernel of the CPU makes of zeros."""
+
+    def zeros(like: torch.Tensor) -> torch.Tensor:
+        region = like._region if isinstance(like, FakeTensor) else None
+        made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="cpu")
+        made.zero_()
+        return made if region is None else region.with_bits(made)
+
+    try:
+        tried = func(*map_tensors(args, torch.Tensor, zeros), **kwargs)
+    except (RuntimeError, IndexError):
+        return result
+    if (tried.shape, tried.dtype) != (result.shape, result.dtype):
+        return result
+    return torch.empty_strided(tried.shape, tried.stride(), dtype=tried.dtype, device="meta")
 
 
 def _row_by_row(result: torch.Tensor) -> torch.Tensor:

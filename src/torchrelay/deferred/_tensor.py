@@ -293,12 +293,12 @@ def replacement(fake: FakeTensor, real: torch.Tensor) -> torch.Tensor:
     return real
 
 
-def meta_of(tensor: torch.Tensor) -> torch.Tensor:
+def meta_of(tensor: torch.Tensor, alone: bool = False) -> torch.Tensor:
     """Return a meta tensor with the dtype, size and strides of ``tensor``; those of fake tensors
-    share memory as they do.
+    share memory as they do, unless each is to be ``alone``.
     """
     if isinstance(tensor, FakeTensor):
-        return tensor._region.meta()
+        return tensor._region.meta(alone)
     return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
@@ -311,6 +311,7 @@ def fake_from_region(region: Region, history: History) -> FakeTensor:
         storage_offset=region.offset,
         dtype=region.dtype,
         device=region.storage.device,
+        storage_size=region.storage.size_bytes,
     )
     fake._region = region
     fake._history = history

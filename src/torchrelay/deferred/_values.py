@@ -13,7 +13,7 @@ import torch
 
 from torchrelay import _torch
 from torchrelay.deferred import _recording as sessions
-from torchrelay.deferred._graph import map_tensors
+from torchrelay.deferred._graph import Storage, map_tensors
 from torchrelay.deferred._operators import Operator, describe
 from torchrelay.deferred._recording import FakeSession, record
 from torchrelay.deferred._replay import Replay
@@ -24,7 +24,7 @@ from torchrelay.deferred._results import (
     shapes_of,
     written_by,
 )
-from torchrelay.deferred._tensor import FakeTensor
+from torchrelay.deferred._tensor import FakeTensor, fake_from_region
 from torchrelay.errors import DeferredError
 
 __all__ = ["ahead", "by_value", "for_real", "read_values"]
@@ -134,19 +134,27 @@ def by_value(
     operator = describe(func)
     replay = _replay()
     written = written_by(operator, args, kwargs)
-    copies: dict[int, torch.Tensor] = {}
+    copies: dict[Storage, torch.Tensor] = {}  # of whole storages: arguments may share a part
+    for tensor in written:
+        if isinstance(tensor, FakeTensor) and tensor._region.storage not in copies:
+            copies[tensor._region.storage] = replay.read(tensor._region.all_bytes()).clone()
 
     def value(fake: FakeTensor) -> torch.Tensor:
-        if not any(fake is one for one in written):
-            return replay.read(fake._region)
-        return copies.setdefault(id(fake), replay.read(fake._region).clone())
+        region = fake._region
+        copy = copies.get(region.storage)
+        return replay.read(region) if copy is None else region.of(copy)
 
     real_args, real_kwargs = map_tensors((args, kwargs), FakeTensor, value)
-    with _torch.plain_torch():
-        answer = for_real(func, operator, real_args, real_kwargs)
-    for tensor in written:
-        if isinstance(tensor, FakeTensor):
-            tensor.copy_(constant_fake(copies[id(tensor)], deferred=True))
+    try:
+        with _torch.plain_torch():
+            answer = for_real(func, operator, real_args, real_kwargs)
+    finally:  # one that fails may have written to some
+        for tensor in written:
+            if isinstance(tensor, FakeTensor):
+                region = tensor._region.unexpanded()  # what torch lets be written
+                result = region.of(copies[region.storage])
+                to = fake_from_region(region, tensor._history)
+                to.copy_(constant_fake(result, deferred=True))
     if written:
         return as_returned(func, written)
     return map_tensors(answer, torch.Tensor, lambda value: constant_fake(value, deferred=True))
