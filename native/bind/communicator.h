@@ -4,12 +4,14 @@
 #include <nanobind/nanobind.h>
 
 #include <atomic>
+#include <functional>
 #include <memory>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "convert.h"
+#include "torchrelay/call.h"
 #include "torchrelay/collectives.h"
 #include "torchrelay/executor.h"
 #include "torchrelay/mailboxes.h"
@@ -182,6 +184,32 @@ class Communicator {
   std::atomic<std::uint64_t> jobs_{0};
 };
 
+// Collectives of a group that all ranks make as one call: none begins before all of them were compared.
+template <class Group>
+class Coalesced {
+ public:
+  std::shared_ptr<Ticket> run(const char* name, double, bool, auto collective) {
+    calls_.push_back({name, std::move(collective)});
+    return nullptr;
+  }
+
+  // Runs them; `digest` is of all that must be equal on all ranks. `on` has a run() as a Communicator's.
+  std::shared_ptr<Ticket> run_on(auto& on, std::uint64_t digest, double timeout_s, bool block) {
+    return on.run("coalesced", timeout_s, block,
+                  [calls = std::move(calls_), digest](auto& group, const Operation& operation) {
+                    agree(group, operation, coalesced_call(static_cast<int>(calls.size()), digest));
+                    for (const auto& [name, collective] : calls) {
+                      Operation each = operation;
+                      each.name = name;
+                      collective(group, each);
+                    }
+                  });
+  }
+
+ private:
+  std::vector<std::pair<const char*, std::function<void(Group&, const Operation&)>>> calls_;
+};
+
 // The collectives of a Communicator, or of a class with such a run(): those of collectives.h, or their
 // overloads for its group.
 template <class Group>
@@ -272,8 +300,22 @@ void register_collectives(nanobind::class_<Group>& type) {
             return self.run("barrier", timeout_s, block,
                             [](auto& group, const Operation& operation) { barrier(group, operation); });
           },
-          "timeout_s"_a, "block"_a, Released())
-      .def("send", &Group::send, "data"_a, "size_bytes"_a, "to"_a, "tag"_a, "code"_a, "timeout_s"_a,
+          "timeout_s"_a, "block"_a, Released());
+}
+
+// Binds `Calls`, the Coalesced of a Group, and what both have in common.
+template <class Group, class Calls>
+nanobind::class_<Calls> register_communicator(nanobind::module_& module, nanobind::class_<Group>& type,
+                                              const char* calls_name) {
+  using namespace nanobind::literals;
+  nanobind::class_<Calls> calls(module, calls_name, "Collectives that are made as one call.");
+  calls.def(nanobind::init<>())
+      .def("run_on", &Calls::template run_on<Group>, "on"_a, "digest"_a, "timeout_s"_a, "block"_a, Released(),
+           "Runs them, once all ranks have the same number of them and the same digest, of all that must be "
+           "equal.");
+  register_collectives(calls);
+  register_collectives(type);
+  type.def("send", &Group::send, "data"_a, "size_bytes"_a, "to"_a, "tag"_a, "code"_a, "timeout_s"_a,
            Released())
       .def("receive", &Group::receive, "data"_a, "size_bytes"_a, "source"_a, "tag"_a, "code"_a, "timeout_s"_a,
            Released(), "Receives from `source`; from any rank if it is -1.")
@@ -283,6 +325,7 @@ void register_collectives(nanobind::class_<Group>& type) {
            "Breaks the group for all ranks; the first failure counts.")
       .def("close", &Group::close, Released())
       .def_prop_ro("jobs", &Group::jobs);
+  return calls;
 }
 
 }  // namespace torchrelay

@@ -78,7 +78,7 @@ void register_shared_group(nb::module_& module) {
       .def("check", &Communicator::check, "operation"_a, Released(),
            "Raises if the group has failed or one of its ranks has died.")
       .def_prop_ro("waiting_ns", [](Communicator& self) { return self.group().waiting_ns(); });
-  register_collectives(type);
+  register_communicator<Communicator, Coalesced<SharedGroup>>(module, type, "CoalescedCalls");
 }
 
 }  // namespace torchrelay

@@ -106,30 +106,6 @@ class HostCommunicator {
                        });
   }
 
-  Communicator::Pending all_reduce_through(torchrelay::Address data, std::size_t count, Dtype dtype, Op op,
-                                           std::size_t piece_bytes, nb::callable start, nb::callable finish,
-                                           double timeout_s, bool block) {
-    const auto caller = std::this_thread::get_id();
-    transport::NetworkSum network{
-        piece_bytes,
-        [caller, begin = hold(std::move(start))](std::size_t first, std::size_t elements,
-                                                 std::chrono::nanoseconds left) {
-          const nb::gil_scoped_acquire gil;
-          const std::chrono::duration<double> left_s = left;
-          call(caller, *begin, first, elements, left_s.count());
-        },
-        [caller, end = hold(std::move(finish))] {
-          const nb::gil_scoped_acquire gil;
-          const nb::object failure = call(caller, *end);
-          if (!failure.is_none()) throw Error(nb::cast<const Error&>(failure));
-        }};
-    const nb::gil_scoped_release released;
-    return run("all_reduce", timeout_s, block,
-               [=, network = std::move(network)](transport::HostGroup& group, const Operation& operation) {
-                 all_reduce(group, operation, pointer(data), count, dtype, op, network);
-               });
-  }
-
   std::shared_ptr<Transfer> send(torchrelay::Address data, std::size_t size_bytes, int to, std::int32_t tag,
                                  std::uint8_t code, double timeout_s) {
     require_usable("send");
@@ -177,6 +153,47 @@ class HostCommunicator {
   std::atomic<std::uint32_t> local_tags_{0};
   std::atomic<bool> closed_{false};
 };
+
+using CoalescedHostCalls = Coalesced<transport::HostGroup>;
+
+// As all_reduce, where others sum between hosts. `Group` has a run() as HostCommunicator.
+template <class Group>
+Communicator::Pending all_reduce_through(Group& self, torchrelay::Address data, std::size_t count,
+                                         Dtype dtype, Op op, std::size_t piece_bytes, nb::callable start,
+                                         nb::callable finish, double timeout_s, bool block,
+                                         torchrelay::Address source) {
+  const auto caller = std::this_thread::get_id();
+  transport::NetworkSum network{piece_bytes,
+                                [caller, begin = hold(std::move(start))](
+                                    std::size_t first, std::size_t elements, std::chrono::nanoseconds left) {
+                                  const nb::gil_scoped_acquire gil;
+                                  const std::chrono::duration<double> left_s = left;
+                                  call(caller, *begin, first, elements, left_s.count());
+                                },
+                                [caller, end = hold(std::move(finish))] {
+                                  const nb::gil_scoped_acquire gil;
+                                  const nb::object failure = call(caller, *end);
+                                  if (!failure.is_none()) throw Error(nb::cast<const Error&>(failure));
+                                }};
+  const nb::gil_scoped_release released;
+  return self.run("all_reduce", timeout_s, block,
+                  [=, network = std::move(network)](transport::HostGroup& group, const Operation& operation) {
+                    all_reduce(group, operation, pointer(data), count, dtype, op, pointer(source), network);
+                  });
+}
+
+template <class Group>
+void register_through(nb::class_<Group>& type) {
+  type.def(
+      "all_reduce_through", &all_reduce_through<Group>, "data"_a, "count"_a, "dtype"_a, "op"_a,
+      "piece_bytes"_a, "start"_a, "finish"_a, "timeout_s"_a, "block"_a, "source"_a = 0,
+      nb::sig("def all_reduce_through(self, data: int, count: int, dtype: Dtype, op: Op, piece_bytes: int, "
+              "start: collections.abc.Callable[[int, int, float], None], finish: "
+              "collections.abc.Callable[[], Failure | None], timeout_s: float, block: bool, source: int = "
+              "0) -> Ticket | None"),
+      "As all_reduce, but others sum between hosts: the leaders call `start(first, count, timeout_s)` "
+      "for each piece, and `finish()` to wait for the oldest sum, which divides averages too.");
+}
 
 void make_host_communicator(HostCommunicator* self, int rank, std::vector<int> names,
                             const Addresses& addresses, std::vector<std::vector<int>> hosts, int listener,
@@ -235,16 +252,6 @@ void register_transport(nb::module_& module) {
            "and is used by this class alone. "
            "`on_failure` is called once, when the group breaks here or a peer reports that it broke, in any "
            "thread. The sizes, equal on all ranks, are described in host_collectives.h.")
-      .def("all_reduce_through", &HostCommunicator::all_reduce_through, "data"_a, "count"_a, "dtype"_a,
-           "op"_a, "piece_bytes"_a, "start"_a, "finish"_a, "timeout_s"_a, "block"_a,
-           nb::sig(
-               "def all_reduce_through(self, data: int, count: int, dtype: Dtype, op: Op, piece_bytes: int, "
-               "start: collections.abc.Callable[[int, int, float], None], finish: "
-               "collections.abc.Callable[[], Failure | None], timeout_s: float, block: bool) -> Ticket | "
-               "None"),
-           "As all_reduce, but others sum between hosts: the leaders call `start(first, count, timeout_s)` "
-           "for "
-           "each piece, and `finish()` to wait for the oldest sum, which divides averages too.")
       .def(
           "lost",
           [](HostCommunicator& self, const std::vector<int>& ranks) { return self.messenger().lost(ranks); },
@@ -260,7 +267,10 @@ void register_transport(nb::module_& module) {
       .def_prop_ro("shared_bytes", [](HostCommunicator& self) { return self.group().shared_bytes(); })
       .def_prop_ro("sent_bytes", [](HostCommunicator& self) { return self.messenger().sent_bytes(); })
       .def_prop_ro("waited_ns", [](HostCommunicator& self) { return self.messenger().waited_ns(); });
-  register_collectives(type);
+  auto calls =
+      register_communicator<HostCommunicator, CoalescedHostCalls>(module, type, "CoalescedHostCalls");
+  register_through(calls);
+  register_through(type);
 }
 
 }  // namespace torchrelay

@@ -1,10 +1,13 @@
 #include "torchrelay/call.h"
 
+#include <cstdio>
+
 namespace torchrelay {
 
 const char* name(Kind kind) noexcept {
-  constexpr const char* names[] = {"nothing",    "all_reduce", "reduce",  "reduce_scatter", "broadcast",
-                                   "all_gather", "gather",     "scatter", "all_to_all",     "barrier"};
+  constexpr const char* names[] = {"nothing",    "all_reduce", "reduce",   "reduce_scatter",
+                                   "broadcast",  "all_gather", "gather",   "scatter",
+                                   "all_to_all", "barrier",    "coalesced"};
   return names[static_cast<int>(kind)];
 }
 
@@ -16,7 +19,17 @@ Call bytes_call(Kind kind, std::uint8_t code, int root, std::size_t count) {
   return {kind, code, Op::kSum, 0, root, count};
 }
 
+Call coalesced_call(int number, std::uint64_t digest) {
+  return {Kind::kCoalesced, kNumDtypes, Op::kSum, 0, number, digest};
+}
+
 std::string describe(const Call& call, const std::vector<int>& names) {
+  if (call.kind == Kind::kCoalesced) {
+    char digest[17];
+    std::snprintf(digest, sizeof digest, "%016llx", static_cast<unsigned long long>(call.count));
+    return std::to_string(call.root) +
+           " coalesced calls, whose kinds, sizes, dtypes and reductions have the " + "digest " + digest;
+  }
   std::string out = name(call.kind);
   if (call.kind == Kind::kBarrier) return out;
   out += " of ";

@@ -310,9 +310,9 @@ void all_to_all(SharedGroup& group, const Operation& operation, const std::vecto
   exchange(group, operation, bytes_call(Kind::kAllToAll, code), inputs, outputs);
 }
 
-void barrier(SharedGroup& group, const Operation& operation) {
-  Call call;
-  call.kind = Kind::kBarrier;
+void barrier(SharedGroup& group, const Operation& operation) { agree(group, operation, {Kind::kBarrier}); }
+
+void agree(SharedGroup& group, const Operation& operation, const Call& call) {
   group.synchronize(operation, call);
 }
 

@@ -245,6 +245,37 @@ class Communicator:
     @property
     def jobs(self) -> int: ...
 
+class CoalescedCalls:
+    """Collectives that are made as one call."""
+
+    def __init__(self) -> None: ...
+
+    def run_on(self, on: Communicator, digest: int, timeout_s: float, block: bool) -> Ticket:
+        """
+        Runs them, once all ranks have the same number of them and the same digest, of all that must be equal.
+        """
+
+    def all_reduce(self, data: int, count: int, dtype: Dtype, op: Op, timeout_s: float, block: bool, source: int = 0) -> Ticket:
+        """
+        Reduces `count` elements of `source`, or of `data` where that is 0, into `data`.
+        """
+
+    def reduce(self, data: int, count: int, dtype: Dtype, op: Op, root: int, timeout_s: float, block: bool) -> Ticket: ...
+
+    def reduce_scatter(self, inputs: Sequence[int], output: int, count: int, dtype: Dtype, op: Op, timeout_s: float, block: bool) -> Ticket: ...
+
+    def broadcast(self, data: int, size_bytes: int, code: int, root: int, timeout_s: float, block: bool) -> Ticket: ...
+
+    def all_gather(self, input: int, size_bytes: int, outputs: Sequence[tuple[int, int]], code: int, timeout_s: float, block: bool) -> Ticket: ...
+
+    def gather(self, input: int, size_bytes: int, outputs: Sequence[tuple[int, int]], code: int, root: int, timeout_s: float, block: bool) -> Ticket: ...
+
+    def scatter(self, inputs: Sequence[tuple[int, int]], output: int, size_bytes: int, code: int, root: int, timeout_s: float, block: bool) -> Ticket: ...
+
+    def all_to_all(self, inputs: Sequence[tuple[int, int]], outputs: Sequence[tuple[int, int]], code: int, timeout_s: float, block: bool) -> Ticket: ...
+
+    def barrier(self, timeout_s: float, block: bool) -> Ticket: ...
+
 class CallRows:
     """
     Rows that ranks exchange with each collective: a digest of the call, then a payload.
@@ -733,11 +764,6 @@ class HostCommunicator:
         `names[r]` is how users know rank r, `addresses[r]` where it listens, `hosts` the ranks of each host. `listener` is the descriptor of a listening socket, which is owned from now on; `token` the group's secret, and `tls` encrypts what leaves the host; `local` has the ranks of this host, and is used by this class alone. `on_failure` is called once, when the group breaks here or a peer reports that it broke, in any thread. The sizes, equal on all ranks, are described in host_collectives.h.
         """
 
-    def all_reduce_through(self, data: int, count: int, dtype: Dtype, op: Op, piece_bytes: int, start: Callable[[int, int, float], None], finish: Callable[[], Failure | None], timeout_s: float, block: bool) -> Ticket | None:
-        """
-        As all_reduce, but others sum between hosts: the leaders call `start(first, count, timeout_s)` for each piece, and `finish()` to wait for the oldest sum, which divides averages too.
-        """
-
     def lost(self, ranks: Sequence[int]) -> Failure | None:
         """
         The failure for the first of `ranks` whose connection ended without a farewell.
@@ -793,3 +819,44 @@ class HostCommunicator:
 
     @property
     def jobs(self) -> int: ...
+
+    def all_reduce_through(self, data: int, count: int, dtype: Dtype, op: Op, piece_bytes: int, start: Callable[[int, int, float], None], finish: Callable[[], Failure | None], timeout_s: float, block: bool, source: int = 0) -> Ticket | None:
+        """
+        As all_reduce, but others sum between hosts: the leaders call `start(first, count, timeout_s)` for each piece, and `finish()` to wait for the oldest sum, which divides averages too.
+        """
+
+class CoalescedHostCalls:
+    """Collectives that are made as one call."""
+
+    def __init__(self) -> None: ...
+
+    def run_on(self, on: HostCommunicator, digest: int, timeout_s: float, block: bool) -> Ticket:
+        """
+        Runs them, once all ranks have the same number of them and the same digest, of all that must be equal.
+        """
+
+    def all_reduce(self, data: int, count: int, dtype: Dtype, op: Op, timeout_s: float, block: bool, source: int = 0) -> Ticket:
+        """
+        Reduces `count` elements of `source`, or of `data` where that is 0, into `data`.
+        """
+
+    def reduce(self, data: int, count: int, dtype: Dtype, op: Op, root: int, timeout_s: float, block: bool) -> Ticket: ...
+
+    def reduce_scatter(self, inputs: Sequence[int], output: int, count: int, dtype: Dtype, op: Op, timeout_s: float, block: bool) -> Ticket: ...
+
+    def broadcast(self, data: int, size_bytes: int, code: int, root: int, timeout_s: float, block: bool) -> Ticket: ...
+
+    def all_gather(self, input: int, size_bytes: int, outputs: Sequence[tuple[int, int]], code: int, timeout_s: float, block: bool) -> Ticket: ...
+
+    def gather(self, input: int, size_bytes: int, outputs: Sequence[tuple[int, int]], code: int, root: int, timeout_s: float, block: bool) -> Ticket: ...
+
+    def scatter(self, inputs: Sequence[tuple[int, int]], output: int, size_bytes: int, code: int, root: int, timeout_s: float, block: bool) -> Ticket: ...
+
+    def all_to_all(self, inputs: Sequence[tuple[int, int]], outputs: Sequence[tuple[int, int]], code: int, timeout_s: float, block: bool) -> Ticket: ...
+
+    def barrier(self, timeout_s: float, block: bool) -> Ticket: ...
+
+    def all_reduce_through(self, data: int, count: int, dtype: Dtype, op: Op, piece_bytes: int, start: Callable[[int, int, float], None], finish: Callable[[], Failure | None], timeout_s: float, block: bool, source: int = 0) -> Ticket | None:
+        """
+        As all_reduce, but others sum between hosts: the leaders call `start(first, count, timeout_s)` for each piece, and `finish()` to wait for the oldest sum, which divides averages too.
+        """

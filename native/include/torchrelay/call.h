@@ -20,6 +20,7 @@ enum class Kind : std::uint8_t {
   kScatter,
   kAllToAll,
   kBarrier,
+  kCoalesced,
 };
 
 const char* name(Kind kind) noexcept;
@@ -30,7 +31,8 @@ struct Call {
   Op op = Op::kSum;
   std::uint8_t has_op = 0;
   std::int32_t root = -1;
-  // Elements of a reduction, bytes of a broadcast; 0 where each pair of ranks has its own size.
+  // Elements of a reduction, bytes of a broadcast, a digest of coalesced calls; 0 where each pair of ranks
+  // has its own size.
   std::uint64_t count = 0;
 
   bool operator==(const Call&) const = default;
@@ -40,6 +42,8 @@ static_assert(sizeof(Call) == 16);
 Call reduction_call(Kind kind, std::size_t count, Dtype dtype, Op op, int root = -1);
 // `code` is the caller's code of the element type.
 Call bytes_call(Kind kind, std::uint8_t code, int root = -1, std::size_t count = 0);
+// `number` calls made as one; `digest` is of all that must be equal on all ranks.
+Call coalesced_call(int number, std::uint64_t digest);
 
 // For messages; `names` are the ranks as users know them.
 std::string describe(const Call& call, const std::vector<int>& names);

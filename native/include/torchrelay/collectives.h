@@ -56,4 +56,7 @@ void all_to_all(SharedGroup& group, const Operation& operation, const std::vecto
 
 void barrier(SharedGroup& group, const Operation& operation);
 
+// Compares a call that moves nothing by itself.
+void agree(SharedGroup& group, const Operation& operation, const Call& call);
+
 }  // namespace torchrelay

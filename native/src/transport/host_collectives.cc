@@ -463,15 +463,17 @@ void reduce_in_network(Round& round, std::byte* data, std::size_t count, Dtype d
   }
 }
 
-// The reduction of the ranks' payloads, in the order of the ranks.
+// The reduction of the ranks' payloads, in the order of the ranks. `data` is not written before all agree.
 void reduce_any(HostGroup& group, const Operation& operation, std::byte* data, std::size_t count, Dtype dtype,
-                Op op, int root, const NetworkSum* network) {
+                Op op, const std::byte* source, int root, const NetworkSum* network) {
   const Kernel kernel = find_kernel(dtype, op);
   perform(group, operation, [&](Round& round) {
-    const Block mine{data, count * size_bytes(dtype)};
+    const bool is_in_place = source == nullptr || source == data;
+    const Block mine{is_in_place ? data : const_cast<std::byte*>(source), count * size_bytes(dtype)};
     const Kind kind = root < 0 ? Kind::kAllReduce : Kind::kReduce;
     const auto payloads = round.agree({reduction_call(kind, count, dtype, op, root)}, mine, mine.size_bytes);
     if (count == 0) return;
+    if (payloads.empty() && !is_in_place) std::memcpy(data, source, mine.size_bytes);
     if (network != nullptr && payloads.empty())
       reduce_in_network(round, data, count, dtype, op, *network);
     else if (payloads.empty())
@@ -564,19 +566,18 @@ void HostGroup::require_whole() const {
 
 void all_reduce(HostGroup& group, const Operation& operation, std::byte* data, std::size_t count, Dtype dtype,
                 Op op, const std::byte* source) {
-  if (source != nullptr && source != data && count != 0) std::memcpy(data, source, count * size_bytes(dtype));
-  reduce_any(group, operation, data, count, dtype, op, -1, nullptr);
+  reduce_any(group, operation, data, count, dtype, op, source, -1, nullptr);
 }
 
 void all_reduce(HostGroup& group, const Operation& operation, std::byte* data, std::size_t count, Dtype dtype,
-                Op op, const NetworkSum& network) {
-  reduce_any(group, operation, data, count, dtype, op, -1, &network);
+                Op op, const std::byte* source, const NetworkSum& network) {
+  reduce_any(group, operation, data, count, dtype, op, source, -1, &network);
 }
 
 void reduce(HostGroup& group, const Operation& operation, std::byte* data, std::size_t count, Dtype dtype,
             Op op, int root) {
   require_root(group, operation, root);
-  reduce_any(group, operation, data, count, dtype, op, root, nullptr);
+  reduce_any(group, operation, data, count, dtype, op, nullptr, root, nullptr);
 }
 
 void reduce_scatter(HostGroup& group, const Operation& operation, const std::vector<std::byte*>& inputs,
@@ -781,8 +782,10 @@ void all_to_all(HostGroup& group, const Operation& operation, const std::vector<
   });
 }
 
-void barrier(HostGroup& group, const Operation& operation) {
-  perform(group, operation, [](Round& round) { round.agree({{Kind::kBarrier}}); });
+void barrier(HostGroup& group, const Operation& operation) { agree(group, operation, {Kind::kBarrier}); }
+
+void agree(HostGroup& group, const Operation& operation, const Call& call) {
+  perform(group, operation, [&](Round& round) { round.agree({call}); });
 }
 
 }  // namespace torchrelay::transport

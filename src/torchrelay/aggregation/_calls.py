@@ -69,10 +69,10 @@ def options_of(kind: Callable[[], Any], given: Iterable[Any]) -> Any:
     return options
 
 
-def reduction_of(opts: Any) -> Op | float:
-    """Return the op, or the factor of PREMUL_SUM."""
+def reduction_of(opts: Any) -> tuple[Op, float | None]:
+    """Return the op, and the factor of PREMUL_SUM."""
     value = opts.reduceOp.op.value
-    return premul_factor(opts.reduceOp) if value == _PREMUL_SUM else OPS[value]
+    return OPS[value], premul_factor(opts.reduceOp) if value == _PREMUL_SUM else None
 
 
 def single(tensors: Tensors, operation: str) -> torch.Tensor:

@@ -6,6 +6,7 @@ plane, a Work. A call that c10d marks as synchronous runs in the calling thread 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -15,8 +16,8 @@ import torch.distributed as dist
 
 from torchrelay._torch import dispatches_itself, is_host_memory
 from torchrelay.aggregation import _calls as calls
-from torchrelay.aggregation._dtypes import NATIVE, as_native
-from torchrelay.aggregation._plane import ANY_RANK, Op, Plane, Tensors
+from torchrelay.aggregation._dtypes import NATIVE, as_native, code
+from torchrelay.aggregation._plane import ANY_RANK, Op, Operations, Plane, Tensors
 from torchrelay.aggregation._work import (
     DoneWork,
     PendingWork,
@@ -77,80 +78,98 @@ class Collectives:
         return _DONE
 
     def all_reduce(self, tensors: Tensors, opts: Any) -> dist.Work:
-        op = calls.reduction_of(opts)
+        op, factor = calls.reduction_of(opts)
         if any(tensor.layout is not torch.strided for tensor in tensors):
             self.count += 1
-            for tensor in tensors:
-                self._sum_sparse(tensor, op, seconds(opts.timeout, self.timeout_s))
+            self._sum_sparse(tensors, op, factor, seconds(opts.timeout, self.timeout_s))
             return DoneWork(tensors)
         staging = _Staging()
         for tensor in tensors:
-            buffer, buffer_op = _reducible(staging.inout(tensor), op, in_place=True)
-            staging.add(self.plane.all_reduce, buffer, buffer, buffer_op)
+            buffer, native_op = as_native(staging.inout(tensor, factor), op)
+            staging.add("all_reduce", buffer, buffer, native_op)
         return self._run(staging, opts, tensors)
 
-    def _sum_sparse(self, tensor: torch.Tensor, op: Op | float, timeout_s: float) -> None:
-        """Replace ``tensor`` (COO, of any number of sparse and dense dimensions) by the sum over
-        all ranks. Blocks: every rank gathers all indices and values, and adds them up.
+    def _sum_sparse(self, tensors: Tensors, op: Op, factor: float | None, timeout_s: float) -> None:
+        """Replace the tensors (COO, of any number of sparse and dense dimensions) by their sums
+        over all ranks. Blocks: every rank gathers all indices and values, and adds them up.
 
-        Ranks may hold different indices. The result is coalesced, and the same on all ranks.
+        Ranks may hold different indices. The results are coalesced, and the same on all ranks.
 
         Raises:
             UnsupportedError: another layout than COO, or another op than SUM.
-            MismatchError: the ranks' shapes or dtypes differ.
+            MismatchError: the ranks' numbers of tensors, shapes or dtypes differ.
         """
-        if tensor.layout is not torch.sparse_coo or op is not Op.SUM:
-            name = op.name if isinstance(op, Op) else "PREMUL_SUM"
-            raise UnsupportedError(
-                f"sml: {name} of {tensor.layout} tensors is not supported; all_reduce takes the "
-                "SUM of torch.sparse_coo tensors, all else needs dense ones (e.g. "
-                "Embedding(sparse=False))"
-            )
-        with torch.no_grad():
-            mine = tensor.detach().cpu().coalesce()
-            indices, values = mine.indices().contiguous(), mine.values().contiguous()
-            facts = torch.tensor([mine.sparse_dim(), *mine.shape, mine._nnz()], device="cpu")
-            all_facts = [torch.empty_like(facts) for _ in range(self.size)]
-            self.plane.all_gather(all_facts, facts, timeout_s, True)
-            if any(not torch.equal(theirs[:-1], facts[:-1]) for theirs in all_facts):
-                shapes = [tuple(theirs[1:-1].tolist()) for theirs in all_facts]
-                raise MismatchError(
-                    "all_reduce: the ranks' sparse tensors differ in shape or sparse dimensions: "
-                    f"{shapes}"
+        for tensor in tensors:
+            if tensor.layout is not torch.sparse_coo or op is not Op.SUM or factor is not None:
+                name = op.name if factor is None else "PREMUL_SUM"
+                raise UnsupportedError(
+                    f"sml: {name} of {tensor.layout} tensors is not supported; all_reduce takes "
+                    "the SUM of torch.sparse_coo tensors, all else needs dense ones (e.g. "
+                    "Embedding(sparse=False))"
                 )
-            counts = [int(theirs[-1]) for theirs in all_facts]
-            all_indices = [indices.new_empty(indices.shape[0], count) for count in counts]
-            all_values = [values.new_empty(count, *values.shape[1:]) for count in counts]
-            self.plane.all_gather(all_indices, indices, timeout_s, True)
-            self.plane.all_gather(all_values, values, timeout_s, True)
-            total = torch.sparse_coo_tensor(
-                torch.cat(all_indices, 1),
-                torch.cat(all_values),
-                mine.shape,
-                device="cpu",
-                check_invariants=False,
+        with torch.no_grad():
+            parts = [tensor.detach().cpu().coalesce() for tensor in tensors]
+            counts = self._agree_on_sparse(parts, timeout_s)
+            sums = [
+                self._sum_of_parts(part, rows, timeout_s)
+                for part, rows in zip(parts, counts, strict=True)
+            ]
+            for tensor, total in zip(tensors, sums, strict=True):
+                tensor.copy_(total)
+
+    def _agree_on_sparse(self, parts: Tensors, timeout_s: float) -> list[list[int]]:
+        """Compare the ranks' sparse tensors; return each rank's number of values, of each."""
+        facts = [len(parts)]
+        for part in parts:
+            facts += [code(part.dtype), part.sparse_dim(), part.dim(), *part.shape]
+        mine = torch.tensor([*facts, *(part._nnz() for part in parts)], device="cpu")
+        everyones = [torch.empty_like(mine) for _ in range(self.size)]
+        self.plane.all_gather(everyones, mine, timeout_s, True)
+        theirs = [row.tolist() for row in everyones]
+        if any(row[: len(facts)] != facts for row in theirs):
+            shown = [row[: len(facts)] for row in theirs]
+            raise MismatchError(
+                "all_reduce: the ranks' sparse tensors differ in shape, sparse dimensions, dtype "
+                f"or number; of each rank: {shown}, as number, and for each tensor dtype, sparse "
+                "dimensions, dimensions and shape"
             )
-            tensor.copy_(total.coalesce())
+        return [list(row) for row in zip(*(row[len(facts) :] for row in theirs), strict=True)]
+
+    def _sum_of_parts(
+        self, part: torch.Tensor, counts: Sequence[int], timeout_s: float
+    ) -> torch.Tensor:
+        """Return the sum of all ranks' ``part``, which has ``counts[rank]`` values on each."""
+        indices, values = part.indices().contiguous(), part.values().contiguous()
+        all_indices = [indices.new_empty(indices.shape[0], count) for count in counts]
+        all_values = [values.new_empty(count, *values.shape[1:]) for count in counts]
+        self.plane.all_gather(all_indices, indices, timeout_s, True)
+        self.plane.all_gather(all_values, values, timeout_s, True)
+        return torch.sparse_coo_tensor(
+            torch.cat(all_indices, 1),
+            torch.cat(all_values),
+            part.shape,
+            device="cpu",
+            check_invariants=False,
+        ).coalesce()
 
     def reduce(self, tensors: Tensors, opts: Any) -> dist.Work:
-        op = calls.reduction_of(opts)
+        op, factor = calls.reduction_of(opts)
         root = calls.root_of(opts, self.size, "reduce")
         tensor = calls.single(tensors, "reduce")
         staging = _Staging()
-        is_root = self.rank == root
-        buffer = staging.inout(tensor) if is_root else staging.input(tensor)
-        native, native_op = _reducible(buffer, op, in_place=is_root)
-        staging.add(self.plane.reduce, native, native_op, root)
+        stage = staging.inout if self.rank == root else staging.input
+        buffer, native_op = as_native(stage(tensor, factor), op)
+        staging.add("reduce", buffer, native_op, root)
         return self._run(staging, opts, tensors)
 
     def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> dist.Work:
-        op = calls.reduction_of(opts)
+        op, factor = calls.reduction_of(opts)
         staging = _Staging()
         for output, blocks in zip(outputs, inputs, strict=True):
             calls.one_block_a_rank(blocks, self.size, output, "reduce_scatter")
-            into, native_op = _reducible(staging.output(output), op, in_place=True, scale=False)
-            sources = [_reducible(staging.input(block), op, in_place=False)[0] for block in blocks]
-            staging.add(self.plane.reduce_scatter, into, sources, native_op)
+            into, native_op = as_native(staging.output(output), op)
+            sources = [as_native(staging.input(block, factor), op)[0] for block in blocks]
+            staging.add("reduce_scatter", into, sources, native_op)
         return self._run(staging, opts, outputs)
 
     def reduce_scatter_tensors(self, outputs: Any, inputs: Any, opts: Any) -> dist.Work:
@@ -169,7 +188,7 @@ class Collectives:
         staging = _Staging()
         stage = staging.input if root == self.rank else staging.output
         for tensor in tensors:
-            staging.add(self.plane.broadcast, stage(tensor), root)
+            staging.add("broadcast", stage(tensor), root)
         return self._run(staging, opts, tensors)
 
     def all_gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> dist.Work:
@@ -178,7 +197,7 @@ class Collectives:
             calls.same_dtype([*targets, tensor], "all_gather")
             calls.one_a_rank(targets, self.size, "all_gather", "outputs")
             buffers = [staging.output(target) for target in targets]
-            staging.add(self.plane.all_gather, buffers, staging.input(tensor))
+            staging.add("all_gather", buffers, staging.input(tensor))
         return self._run(staging, opts, [t for targets in outputs for t in targets])
 
     def all_gather_coalesced(
@@ -195,7 +214,7 @@ class Collectives:
             calls.same_dtype([output, tensor], "all_gather_into_tensor")
             buffer = staging.output(output)
             blocks = calls.split(buffer, self.size, tensor, "all_gather_into_tensor")
-            staging.add(self.plane.all_gather, blocks, staging.input(tensor))
+            staging.add("all_gather", blocks, staging.input(tensor))
         return self._run(staging, opts, outputs)
 
     def row_gather(self, row: torch.Tensor, rows: torch.Tensor) -> Callable[[], None]:
@@ -215,7 +234,7 @@ class Collectives:
         calls.same_dtype([*targets, tensor], "gather")
         staging = _Staging()
         buffers = [staging.output(target) for target in targets]
-        staging.add(self.plane.gather, buffers, staging.input(tensor), root)
+        staging.add("gather", buffers, staging.input(tensor), root)
         return self._run(staging, opts, targets)
 
     def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> dist.Work:
@@ -225,7 +244,7 @@ class Collectives:
         calls.same_dtype([*sources, output], "scatter")
         staging = _Staging()
         blocks = [staging.input(source) for source in sources]
-        staging.add(self.plane.scatter, staging.output(output), blocks, root)
+        staging.add("scatter", staging.output(output), blocks, root)
         return self._run(staging, opts, outputs)
 
     def all_to_all(self, outputs: Tensors, inputs: Tensors, opts: Any) -> dist.Work:
@@ -234,7 +253,7 @@ class Collectives:
         calls.one_a_rank(inputs, self.size, "all_to_all", "inputs")
         staging = _Staging()
         targets = [staging.output(output) for output in outputs]
-        staging.add(self.plane.all_to_all, targets, [staging.input(block) for block in inputs])
+        staging.add("all_to_all", targets, [staging.input(block) for block in inputs])
         return self._run(staging, opts, outputs)
 
     def all_to_all_single(
@@ -249,14 +268,14 @@ class Collectives:
         staging = _Staging()
         into = calls.split_rows(staging.output(output), self.size, output_splits, "output")
         blocks = calls.split_rows(staging.input(tensor), self.size, input_splits, "input")
-        staging.add(self.plane.all_to_all, into, blocks)
+        staging.add("all_to_all", into, blocks)
         return self._run(staging, opts, [output])
 
     # --- synchronisation and messages
 
     def barrier(self, opts: Any) -> dist.Work:
         staging = _Staging()
-        staging.add(self.plane.barrier)
+        staging.add("barrier")
         return self._run(staging, opts, [])
 
     def send(self, tensors: Tensors, to: int, tag: int) -> dist.Work:
@@ -275,11 +294,11 @@ class Collectives:
         calls.check_tag(tag, name)
         staging = _Staging()
         if name == "send":
-            staging.add(self.plane.send, staging.input(tensor), peer, tag)
+            staging.add("send", staging.input(tensor), peer, tag)
         else:
-            staging.add(self.plane.receive, staging.output(tensor), peer, tag)
+            staging.add("receive", staging.output(tensor), peer, tag)
         ((operation, arguments),) = staging.operations  # which keep the buffer alive
-        transfer = operation(*arguments, self.timeout_s)
+        transfer = getattr(self.plane, operation)(*arguments, self.timeout_s)
         if transfer is None:
             return staging.done(tensors, max(peer, 0))
         return self.pending.keep(TransferWork(self.plane, transfer, tensors, staging.finish))
@@ -294,33 +313,37 @@ class Collectives:
         timeout_s = seconds(opts.timeout, self.timeout_s)
         block = not getattr(opts, "asyncOp", True) and not self.pending.is_coalescing
         self.count += 1
-        tickets = [
-            ticket
-            for operation, arguments in staging.operations
-            if (ticket := operation(*arguments, timeout_s, block)) is not None
-        ]
-        if not tickets:
+        if len(staging.operations) == 1:
+            ((operation, arguments),) = staging.operations
+            ticket = getattr(self.plane, operation)(*arguments, timeout_s, block)
+        else:
+            ticket = self.plane.coalesced(
+                staging.operations, self._digest(staging.operations), timeout_s, block
+            )
+        if ticket is None:
             return staging.done(tensors)
-        return self.pending.keep(PendingWork(tickets, tensors, staging.finish))
+        return self.pending.keep(PendingWork([ticket], tensors, staging.finish))
 
+    def _digest(self, operations: Operations) -> int:
+        """Return a number of 64 bits that is equal on ranks whose operations fit together."""
 
-def _reducible(
-    buffer: torch.Tensor, op: Op | float, in_place: bool, scale: bool = True
-) -> tuple[torch.Tensor, Op]:
-    """Return a tensor and op that the data plane can reduce.
+        def facts(argument: Any) -> Any:
+            if isinstance(argument, torch.Tensor):
+                return code(argument.dtype), argument.nbytes
+            if isinstance(argument, Op):
+                return argument.name
+            return [*map(facts, argument)] if isinstance(argument, Sequence) else argument
 
-    A factor is multiplied in before, into a copy if the caller keeps its tensor.
-    """
-    if isinstance(op, Op):
-        return as_native(buffer, op)
-    if not (buffer.is_floating_point() or buffer.is_complex()):
-        raise ArgumentError(
-            f"PREMUL_SUM of {buffer.dtype} is not defined: it needs a floating-point dtype"
-        )
-    if scale:
-        with torch.no_grad():
-            buffer = buffer.mul_(op) if in_place else buffer.mul(op)
-    return as_native(buffer, Op.SUM)
+        text = []
+        for operation, arguments in operations:
+            own: Any = None
+            if operation == "all_gather":  # whose inputs may differ, but not from their outputs
+                outputs, source = arguments
+                own = None if outputs[self.rank].nbytes == source.nbytes else self.rank
+                arguments = (outputs,)  # noqa: PLW2901
+            text.append((operation, own, facts(arguments)))
+        digest = hashlib.blake2b(repr(text).encode(), digest_size=8)
+        return int.from_bytes(digest.digest(), "big")
 
 
 class _Staging:
@@ -330,25 +353,32 @@ class _Staging:
 
     def __init__(self) -> None:
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self.operations: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
+        self.operations: list[tuple[str, tuple[Any, ...]]] = []
 
-    def add(self, operation: Callable[..., Any], *arguments: Any) -> None:
+    def add(self, operation: str, *arguments: Any) -> None:
         """Add an operation and its arguments, without ``timeout_s`` and ``block``."""
         self.operations.append((operation, arguments))
 
-    def input(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a plain tensor with the values of ``tensor``."""
-        return self._buffer(tensor, is_input=True, is_output=False)
+    def input(self, tensor: torch.Tensor, factor: float | None = None) -> torch.Tensor:
+        """Return a plain tensor with the values of ``tensor``, times ``factor``."""
+        return self._buffer(tensor, is_input=True, is_output=False, factor=factor)
 
     def output(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a plain tensor whose values ``finish`` copies to ``tensor``."""
         return self._buffer(tensor, is_input=False, is_output=True)
 
-    def inout(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a plain tensor that is input and output."""
-        return self._buffer(tensor, is_input=True, is_output=True)
+    def inout(self, tensor: torch.Tensor, factor: float | None = None) -> torch.Tensor:
+        """Return a plain tensor that is input, times ``factor``, and output."""
+        return self._buffer(tensor, is_input=True, is_output=True, factor=factor)
 
-    def _buffer(self, tensor: torch.Tensor, *, is_input: bool, is_output: bool) -> torch.Tensor:
+    def _buffer(
+        self,
+        tensor: torch.Tensor,
+        *,
+        is_input: bool,
+        is_output: bool,
+        factor: float | None = None,
+    ) -> torch.Tensor:
         if dispatches_itself(tensor):
             raise UnsupportedError(
                 f"sml: a {type(tensor).__name__} has no memory of its own to send; pass its local "
@@ -359,7 +389,11 @@ class _Staging:
                 f"sml: {tensor.layout} tensors are supported by all_reduce only; use dense ones "
                 "(e.g. Embedding(sparse=False))"
             )
-        if is_host_memory(tensor):
+        if factor is not None and not (tensor.is_floating_point() or tensor.is_complex()):
+            raise ArgumentError(
+                f"PREMUL_SUM of {tensor.dtype} is not defined: it needs a floating-point dtype"
+            )
+        if factor is None and is_host_memory(tensor):
             return tensor
         # Pinned for a CUDA tensor, so that copies run at the link's speed.
         buffer = torch.empty(
@@ -368,6 +402,8 @@ class _Staging:
         if is_input:
             with torch.no_grad():
                 buffer.copy_(tensor)  # from a GPU: waits for the current stream
+                if factor is not None:  # the caller's tensor stays until all ranks agree
+                    buffer.mul_(factor)
         elif tensor.is_cuda:  # what is queued may still write to it
             torch.cuda.current_stream(tensor.device).synchronize()
         if is_output:

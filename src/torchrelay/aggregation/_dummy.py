@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from torchrelay._native import Op
-from torchrelay.aggregation._plane import PlaneStats, Tensors
+from torchrelay.aggregation._plane import Operations, PlaneStats, Tensors
 from torchrelay.config import Aggregation
 
 __all__ = ["DummyPlane"]
@@ -113,6 +113,10 @@ class DummyPlane:
         """Keep each rank's own values."""
 
     barrier = broadcast
+
+    def coalesced(self, operations: Operations, digest: int, timeout_s: float, block: bool) -> None:
+        for operation, arguments in operations:
+            getattr(self, operation)(*arguments, timeout_s, block)
 
     def send(self, tensor: Tensor, to: int, tag: int, timeout_s: float) -> None:
         self._spend(tensor.nbytes)

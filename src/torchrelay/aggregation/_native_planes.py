@@ -4,10 +4,11 @@ several hosts, with shared memory within each, TCP and a switch between them.
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -15,7 +16,7 @@ from torchrelay import _native, _torch, config
 from torchrelay._addresses import address_for_peers
 from torchrelay._communicators import hosts_of, open_between, open_local
 from torchrelay.aggregation._dtypes import NATIVE, code
-from torchrelay.aggregation._plane import LinkStats, Op, PlaneStats, Tensors
+from torchrelay.aggregation._plane import LinkStats, Op, Operations, PlaneStats, Tensors
 from torchrelay.aggregation._switch_transport import SwitchTransport, join, terms
 from torchrelay.config import Aggregation
 from torchrelay.errors import ConfigError
@@ -39,6 +40,7 @@ class NativePlane:
     """Those methods of a :class:`_plane.Plane` that a native communicator implements."""
 
     native: _native.Communicator | _native.HostCommunicator
+    calls_type: type[_native.CoalescedCalls | _native.CoalescedHostCalls]
     _payload_bytes = 0
 
     def all_reduce(
@@ -104,6 +106,17 @@ class NativePlane:
     def barrier(self, timeout_s: float, block: bool) -> Ticket | None:
         return self.native.barrier(timeout_s, block)
 
+    def coalesced(
+        self, operations: Operations, digest: int, timeout_s: float, block: bool
+    ) -> Ticket | None:
+        collecting: Any = copy.copy(self)
+        calls = collecting.native = self.calls_type()
+        for operation, arguments in operations:
+            getattr(collecting, operation)(*arguments, timeout_s, False)
+        self._payload_bytes = collecting._payload_bytes
+        ticket: Ticket | None = calls.run_on(self.native, digest, timeout_s, block)
+        return ticket
+
     def send(self, tensor: Tensor, to: int, tag: int, timeout_s: float) -> Transfer:
         address, size, dtype = self._block(tensor)
         return self.native.send(address, size, to, tag, dtype, timeout_s)
@@ -128,6 +141,7 @@ class ShmPlane(NativePlane):
 
     name = "shm"
     native: _native.Communicator
+    calls_type = _native.CoalescedCalls
 
     def __init__(self, meeting: Meeting, timeout_s: float, settings: Aggregation) -> None:
         self.native = open_local(meeting, timeout_s, settings)
@@ -161,6 +175,7 @@ class HostsPlane(NativePlane):
 
     name = "hosts"
     native: _native.HostCommunicator
+    calls_type = _native.CoalescedHostCalls
 
     def __init__(
         self, meeting: Meeting, store: Store, timeout_s: float, settings: Aggregation
@@ -221,8 +236,6 @@ class HostsPlane(NativePlane):
     ) -> Ticket | None:
         if self._switch is None or not self._switch.takes(output.dtype, op):
             return super().all_reduce(output, source, op, timeout_s, block)
-        if source is not output:
-            output.copy_(source)
         self._payload_bytes += output.nbytes
         return self.native.all_reduce_through(
             output.data_ptr(),
@@ -233,6 +246,7 @@ class HostsPlane(NativePlane):
             *self._switch.calls(output.detach().view(-1), op, self._ranks_here),
             timeout_s,
             block,
+            0 if source is output else source.data_ptr(),
         )
 
     # --- what a group says about itself, and its end

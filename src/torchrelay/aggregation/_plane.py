@@ -9,15 +9,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from torchrelay._native import Op, Ticket, Transfer
 
-__all__ = ["ANY_RANK", "LinkStats", "Op", "Plane", "PlaneStats", "Tensors", "Ticket", "Transfer"]
+__all__ = [
+    "ANY_RANK",
+    "LinkStats",
+    "Op",
+    "Operations",
+    "Plane",
+    "PlaneStats",
+    "Tensors",
+    "Ticket",
+    "Transfer",
+]
 
 Tensors = Sequence[Tensor]
+# Names of a data plane's collectives, each with its arguments but the timeout and ``block``.
+Operations = Sequence[tuple[str, tuple[Any, ...]]]
 
 ANY_RANK = -1  # receive from whoever sends first
 
@@ -125,6 +137,13 @@ class Plane(Protocol):
         """
 
     def barrier(self, timeout_s: float, block: bool) -> Ticket | None: ...
+
+    def coalesced(
+        self, operations: Operations, digest: int, timeout_s: float, block: bool
+    ) -> Ticket | None:
+        """Run collectives as one call, whose number and ``digest`` are equal on all ranks: nothing
+        is written if they differ.
+        """
 
     def send(self, tensor: Tensor, to: int, tag: int, timeout_s: float) -> Transfer | None:
         """Send without blocking; messages of a pair of ranks and tag arrive in order."""

@@ -84,7 +84,7 @@ struct NetworkSum {
 void all_reduce(HostGroup& group, const Operation& operation, std::byte* data, std::size_t count, Dtype dtype,
                 Op op, const std::byte* source = nullptr);
 void all_reduce(HostGroup& group, const Operation& operation, std::byte* data, std::size_t count, Dtype dtype,
-                Op op, const NetworkSum& network);
+                Op op, const std::byte* source, const NetworkSum& network);
 void reduce(HostGroup& group, const Operation& operation, std::byte* data, std::size_t count, Dtype dtype,
             Op op, int root);
 void reduce_scatter(HostGroup& group, const Operation& operation, const std::vector<std::byte*>& inputs,
@@ -99,5 +99,6 @@ void scatter(HostGroup& group, const Operation& operation, const std::vector<Blo
 void all_to_all(HostGroup& group, const Operation& operation, const std::vector<Block>& inputs,
                 const std::vector<Block>& outputs, std::uint8_t code);
 void barrier(HostGroup& group, const Operation& operation);
+void agree(HostGroup& group, const Operation& operation, const Call& call);
 
 }  // namespace torchrelay::transport
