@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import datetime
+import functools
 import importlib
 import os
 import re
@@ -29,7 +30,9 @@ __all__ = [
     "operator_results",
     "premul_factor",
     "private_backend",
+    "route_group_operators",
     "store_host",
+    "tensor_list_future",
 ]
 
 
@@ -108,6 +111,33 @@ def store_host(store: Any) -> str | None:
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     return getattr(store, "host", None)
+
+
+def route_group_operators(kind: Any) -> None:
+    """Let torch's C++ code reach the methods of all groups of ``kind``, from now on."""
+    # Importing it imports torch.distributed.
+    from torchrelay._torch._group_operators import route  # noqa: PLC0415
+
+    route(kind)
+
+
+@functools.cache
+def _futures() -> Any:
+    return torch.jit.CompilationUnit("""
+def result(done: Future[Tensor], tensors: List[Tensor]) -> List[Tensor]:
+    torch.jit.wait(done)
+    return tensors
+
+def later(done: Future[Tensor], tensors: List[Tensor]) -> Future[List[Tensor]]:
+    return torch.jit.fork(result, done, tensors)
+""")
+
+
+def tensor_list_future(done: Any, tensors: list[torch.Tensor]) -> Any:
+    """Return a future of ``tensors``, complete once the future ``done`` is, whose value C++ gets as
+    a TensorList. The futures that Python makes give it a Python object.
+    """
+    return _futures().later(done, tensors)
 
 
 class TimeoutOnly:

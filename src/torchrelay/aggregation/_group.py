@@ -23,6 +23,7 @@ from torchrelay._torch import (
     lowest_mode,
     name_backend,
     operator_results,
+    route_group_operators,
     span,
     watched,
 )
@@ -164,6 +165,7 @@ class SmlGroup(_NamedGroup):
         self.host = self._on if "cpu" in devices else None
         self.processes = processes
         self.is_closed = False
+        route_group_operators(SmlGroup)
         LIVING.add(self)
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -209,6 +211,10 @@ class SmlGroup(_NamedGroup):
         if device.type in self._devices:
             return self._on.pending.end_coalescing()
         return self._others._end_coalescing(device)
+
+    # C++ calls these since torch 2.15.
+    start_coalescing = _start_coalescing
+    end_coalescing = _end_coalescing
 
     # --- the end
 

@@ -110,7 +110,8 @@ class NativePlane:
         self, operations: Operations, digest: int, timeout_s: float, block: bool
     ) -> Ticket | None:
         collecting: Any = copy.copy(self)
-        calls = collecting.native = self.calls_type()
+        calls: Any = self.calls_type()
+        collecting.native = calls
         for operation, arguments in operations:
             getattr(collecting, operation)(*arguments, timeout_s, False)
         self._payload_bytes = collecting._payload_bytes

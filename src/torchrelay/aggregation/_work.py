@@ -20,6 +20,7 @@ import torch
 from torch.distributed import Work
 
 from torchrelay._native import Ticket, Transfer
+from torchrelay._torch import tensor_list_future
 from torchrelay._waiting import FOREVER_S
 from torchrelay.aggregation._plane import Plane
 from torchrelay.errors import OperationTimeoutError
@@ -130,6 +131,9 @@ class PendingWork(Work):
     def get_future(self) -> torch.futures.Future[Any]:
         source: torch.futures.Future[None] = torch.futures.Future()
         future: torch.futures.Future[Any] = source.then(self.result)
+        if self._tensors and self._tensors[0].dtype is torch.float16:
+            # DDP's built-in hook that compresses takes a list of tensors only.
+            future = tensor_list_future(future, self._tensors)
         if self.in_progress:
             self.tickets[-1].when_done(lambda: _complete(source))
         else:

@@ -21,7 +21,7 @@ from torchrelay.errors import MismatchError
 from torchrelay.world import World
 
 c10d: Any = dist.distributed_c10d
-PREMUL_SUM: Any = dist._make_nccl_premul_sum(3.0)  # type: ignore[attr-defined]
+PREMUL_SUM: Any = dist._make_nccl_premul_sum(3.0)
 SIZES = (5, 9001)  # in one step or a record, and in blocks
 
 
@@ -52,7 +52,8 @@ def reduced(op: Any, tensors: list[torch.Tensor]) -> torch.Tensor:
     if tensors[0].dtype is torch.bool:
         return torch.stack(tensors).any(0)
     stacked = torch.stack(tensors)
-    total = {"SUM": stacked.sum, "MAX": stacked.amax, "AVG": stacked.mean}[op.name](0)
+    name = {"SUM": "sum", "MAX": "amax", "AVG": "mean"}[op.name]
+    total: torch.Tensor = getattr(stacked, name)(0)
     return total.to(tensors[0].dtype)
 
 
@@ -129,7 +130,7 @@ def reduce_scatter_coalesced(me: int, n: int, a: Arguments) -> Call:
     want = [reduced(a.op, [blocks(r, n, each)[me] for r in range(n)]) for each in arguments]
 
     def run(later: bool) -> Any:
-        with dist._coalescing_manager(async_ops=later) as works:  # type: ignore[attr-defined]
+        with dist._coalescing_manager(async_ops=later) as works:
             for output, given in zip(outputs, inputs, strict=True):
                 dist.reduce_scatter_tensor(output, given, a.op)
         return works
@@ -159,7 +160,7 @@ def all_gather_coalesced(me: int, n: int, a: Arguments) -> Call:
     want = [torch.cat([make(r, size, a.dtype) for r in range(n)]) for size in sizes]
 
     def run(later: bool) -> Any:
-        with dist._coalescing_manager(async_ops=later) as works:  # type: ignore[attr-defined]
+        with dist._coalescing_manager(async_ops=later) as works:
             for output, given in zip(outputs, inputs, strict=True):
                 dist.all_gather_into_tensor(output, given)
         return works
