@@ -7,7 +7,9 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
 from operator import add
 from typing import Any
 
@@ -27,10 +29,56 @@ from torchrelay.checkpoint._types import (
 )
 from torchrelay.errors import CorruptionError, StorageError
 
-__all__ = ["find_checkpoint"]
+__all__ = ["Snapshot", "check_complete", "find_checkpoint"]
 
 _SINGLE = "model.safetensors"  # Hugging Face's, of a model in one file
 _SHARDING = "DCP_SHARDING_INFO"  # in the metadata of files of DCP's Hugging Face writer
+_CONFIG = "config.json"
+_ADAPTER = "adapter_model"  # what the files of peft begin with
+_NUMBERED = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.safetensors")
+
+
+@dataclass(frozen=True)
+class Snapshot(Manifest):
+    """The manifest of safetensors files of others, in a folder or alone.
+
+    Attributes:
+        location: the folder.
+        absent: the tensors that its index names and whose file is not there, with this file.
+        absent_files: files that are not there, by the names of the others, if there is no index.
+        is_adapter: whether it holds what peft adds to a model, without the model.
+        is_converted: whether transformers may have saved it in another layout than the module's.
+    """
+
+    location: str = ""
+    absent: Mapping[str, str] = field(default_factory=dict)
+    absent_files: tuple[str, ...] = ()
+    is_adapter: bool = False
+    is_converted: bool = False
+
+    def check_present(self, keys: Collection[str]) -> None:
+        """Raise :class:`CorruptionError` if one of ``keys`` is in a file that is not there."""
+        for key, name in self.absent.items():
+            if key in keys:
+                self._fail(name, f"the index says that it holds {key!r}")
+        if self.absent_files:
+            for key in keys:
+                if key not in self.tensors:
+                    self._fail(self.absent_files[0], f"it may hold {key!r}, which no other does")
+
+    def check_complete(self) -> None:
+        """Raise :class:`CorruptionError` if a file is not there."""
+        for name in (*self.absent.values(), *self.absent_files):
+            self._fail(name, "the snapshot has such a file")
+
+    def _fail(self, name: str, why: str) -> None:
+        raise CorruptionError(f"{self.location}: {name} is not there, and {why}; download it again")
+
+
+def check_complete(manifest: Manifest) -> None:
+    """Raise :class:`CorruptionError` if a file of a snapshot is not there."""
+    if isinstance(manifest, Snapshot):
+        manifest.check_complete()
 
 
 def find_checkpoint(path: Path) -> tuple[Folder, Callable[[], Manifest]]:
@@ -50,7 +98,7 @@ def find_checkpoint(path: Path) -> tuple[Folder, Callable[[], Manifest]]:
         return remote, lambda: from_folder(remote)
     if os.path.isfile(local):
         single = LocalFolder(os.path.dirname(local) or ".")
-        return single, lambda: _manifest_of(single, [os.path.basename(local)])
+        return single, lambda: _manifest_of_file(single, os.path.basename(local))
     folder = LocalFolder(local)
     names = folder.names()
     if MANIFEST in names or folder.replaced:
@@ -62,7 +110,7 @@ def find_checkpoint(path: Path) -> tuple[Folder, Callable[[], Manifest]]:
         return folder, lambda: manifest_of_dcp(folder)
     files = sorted(name for name in names if name.endswith(".safetensors"))
     if files and not any(map(DATA_NAME.fullmatch, files)):
-        return folder, lambda: _manifest_of_folder(folder, files, INDEX in names)
+        return folder, lambda: _snapshot_of(folder, names)
     folder.close()
     if files:
         raise CorruptionError(
@@ -84,29 +132,71 @@ class _RepeatedError(CorruptionError):
     """A tensor is in two files."""
 
 
-def _manifest_of_folder(folder: Folder, files: list[str], has_index: bool) -> Manifest:
-    """Describe all safetensors files of a folder; of a Hugging Face snapshot that holds the weights
-    several times, those that transformers reads.
+def _snapshot_of(folder: LocalFolder, names: Collection[str]) -> Snapshot:
+    """Describe the safetensors files of a folder; of a Hugging Face snapshot that holds the weights
+    several times, those that transformers reads; not an adapter beside its model.
     """
-    if _SINGLE in files:
+    files = sorted(name for name in names if name.endswith(".safetensors"))
+    model = [name for name in files if not name.startswith(_ADAPTER)]
+    absent: dict[str, str] = {}
+    if _SINGLE not in files and INDEX in names:
+        weights = _weights(folder)
+        present = {*files} & {*weights.values()}
+        absent = {key: name for key, name in weights.items() if name not in present}
+        if not present:
+            raise CorruptionError(
+                f"{folder.location}/{INDEX}: none of the files that it lists is in the folder"
+            )
+        manifest = _manifest_of(folder, sorted(present))
+    else:
         try:
-            return _manifest_of(folder, files)
+            manifest = _manifest_of(folder, model or files)
         except _RepeatedError:
-            return _manifest_of(folder, [_SINGLE])
-    if has_index:
-        where = f"{folder.location}/{INDEX}"
-        index = parse(folder.content(INDEX, MAX_HEADER_BYTES), where, "the index")
-        try:
-            listed = {*index["weight_map"].values()}
-        except PARSING_ERRORS as error:
-            raise CorruptionError(f"{where}: the index is damaged ({error})") from None
-        files = [name for name in files if name in listed]  # perhaps a part of the snapshot
-        if not files:
-            raise CorruptionError(f"{where}: none of the files that it lists is in the folder")
-    return _manifest_of(folder, files)
+            if _SINGLE not in files:
+                raise
+            manifest = _manifest_of(folder, [_SINGLE])
+    has_names = _SINGLE in files or INDEX in names
+    return replace(
+        manifest,
+        absent=absent,
+        absent_files=() if has_names else _unnumbered(files),
+        is_adapter=not model,
+        is_converted=_CONFIG in names,
+    )
 
 
-def _manifest_of(folder: Folder, names: list[str]) -> Manifest:
+def _manifest_of_file(folder: LocalFolder, name: str) -> Snapshot:
+    is_model = not name.startswith(_ADAPTER)
+    is_converted = is_model and _CONFIG in folder.names()
+    manifest = _manifest_of(folder, [name])
+    return replace(manifest, is_adapter=not is_model, is_converted=is_converted)
+
+
+def _weights(folder: LocalFolder) -> dict[str, str]:
+    """Return the file of each tensor, from the index of a snapshot."""
+    where = f"{folder.location}/{INDEX}"
+    index = parse(folder.content(INDEX, MAX_HEADER_BYTES), where, "the index")
+    try:
+        weights = {str(key): name for key, name in index["weight_map"].items()}
+        if not all(isinstance(name, str) for name in weights.values()):
+            raise TypeError("a file name is not text")
+    except PARSING_ERRORS as error:
+        raise CorruptionError(f"{where}: the index is damaged ({error})") from None
+    return weights
+
+
+def _unnumbered(files: list[str]) -> tuple[str, ...]:
+    """Return the files that are lacking between ``files``, which say how many they are."""
+    numbered = [match for match in map(_NUMBERED.fullmatch, files) if match]
+    expected = {
+        f"{match[1]}-{number:05d}-of-{match[3]}.safetensors"
+        for match in numbered
+        for number in range(1, int(match[3]) + 1)
+    }
+    return tuple(sorted(expected - {*files}))
+
+
+def _manifest_of(folder: Folder, names: list[str]) -> Snapshot:
     """Describe safetensors files as the manifest of a checkpoint does, so that they are checked
     like one.
     """
@@ -146,4 +236,5 @@ def _manifest_of(folder: Folder, names: list[str]) -> Manifest:
             raise CorruptionError(f"{where}: the safetensors header is damaged ({error})") from None
         if begins:
             parser.advice = "; the files of all ranks must be there, of one checkpoint"
-    return Manifest("", 1, files, parser.tensors(records, files, BLOCK_BYTES))
+    tensors = parser.tensors(records, files, BLOCK_BYTES)
+    return Snapshot("", 1, files, tensors, location=folder.location)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import warnings
 from collections.abc import Callable, MutableMapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ from torchrelay.checkpoint._read import (
     warn_without_checksums,
     within,
 )
+from torchrelay.checkpoint._snapshots import converted
 from torchrelay.checkpoint._state import (
     ORDINARY,
     SUBCLASS,
@@ -119,7 +121,8 @@ def load(
             stateful objects every key of the checkpoint in the state. Otherwise, what the
             checkpoint lacks stays as it is; deferred tensors stay deferred.
         initialize_missing: whether deferred tensors of modules that the checkpoint lacks are
-            initialised, as eager ones would be, also with ``strict``.
+            initialised, as eager ones would be, also with ``strict``; with ``strict=False``, those
+            that it has in another shape, too, with a warning that names them.
         verify: ``"data"``: the checksums of all that is read (files of other libraries have none;
             for a checkpoint saved with ``checksum=False`` a warning says so); ``"header"``: the
             headers of the files; ``"none"``.
@@ -274,9 +277,13 @@ class _Loading:
 
         def check(reader: ChunkReader) -> None:
             self.files.callback(reader.close)
-            self._reader, self._manifest = reader, reader.manifest
             self._location = reader.folder.location
             self._parts = _parts(self.state, self.prefix)
+            self._fingerprint = reader.manifest.fingerprint
+            reader.manifest = converted(
+                reader.manifest, [(part.start, part.owner, part.leaves) for part in self._parts]
+            )
+            self._reader, self._manifest = reader, reader.manifest
             self._objects: list[tuple[_Part, Leaf, Any]] = []
             self._segments: list[Segment] = []
             self._targets: list[torch.Tensor | partial[torch.Tensor]] = []
@@ -288,7 +295,7 @@ class _Loading:
         ChunkReader.open(path, self.reading, check)
         if self.reading.verify == "data" and self.ranks.is_coordinator:
             warn_without_checksums(self._manifest, self._location)
-        return path, self._manifest.fingerprint
+        return path, self._fingerprint
 
     @property
     def size_bytes(self) -> int:
@@ -327,6 +334,8 @@ class _Loading:
         if self.strict:
             self._check_missing()
             self._check_unexpected()
+        elif self.initialize_missing and self.ranks.is_coordinator:
+            self._warn_of_initialized()
 
     def _fit_optimizer(self, part: _Part) -> None:
         """Make the state dict of an optimizer as the checkpoint has it."""
@@ -392,6 +401,8 @@ class _Loading:
                 f"{self._location}: {key!r} is {there} in the checkpoint and {here} here"
             )
         if is_tensor and key in self._manifest.tensors:
+            if self._initializes_instead(part, key, leaf.value):
+                return False
             self._match_tensor(part, name, key, leaf.value)
             return True
         if key not in self._manifest.objects:
@@ -408,6 +419,33 @@ class _Loading:
             )
         return True
 
+    def _initializes_instead(self, part: _Part, key: str, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor is initialised although the checkpoint has it, in another shape:
+        a head for other labels.
+        """
+        may_be = self.initialize_missing and not self.strict and is_waiting(tensor)
+        is_other = self._manifest.tensors[key].shape != tuple(tensor.shape)
+        return may_be and is_other and isinstance(part.owner, torch.nn.Module)
+
+    def _remedy_of_shape(self, part: _Part, tensor: torch.Tensor, same_dtype: bool) -> str:
+        if not (same_dtype and is_waiting(tensor) and isinstance(part.owner, torch.nn.Module)):
+            return ""
+        return "; strict=False with initialize_missing=True initialises it, as for a new head"
+
+    def _warn_of_initialized(self) -> None:
+        """Warn about tensors that are initialised beside others that are not read, because these
+        may be the same under another name or of another shape.
+        """
+        waiting = [key for key, (_, leaf) in self._missing.items() if is_waiting(leaf.value)]
+        other = [key for key in waiting if key in self._manifest.tensors]
+        if waiting and (other or self.result.unexpected_keys):
+            unread = [*other, *self.result.unexpected_keys]
+            warnings.warn(
+                f"{self._location}: {_listed(waiting)} are initialised, not loaded; of the "
+                f"checkpoint, {_listed(unread)} are not read",
+                stacklevel=8,  # the caller of load()
+            )
+
     def _match_tensor(self, part: _Part, name: str, key: str, tensor: torch.Tensor) -> None:
         """Record the segments of a tensor, and what to read each into."""
         entry = self._manifest.tensors[key]
@@ -418,6 +456,7 @@ class _Loading:
                 f"{self._location}: tensor {key!r} is {entry.dtype.name} of shape "
                 f"{list(entry.shape)} in the checkpoint, and {dtype.name} of shape "
                 f"{list(tensor.shape)} here"
+                + self._remedy_of_shape(part, tensor, entry.dtype is dtype)
             )
         boxes = [block.box for block in blocks]
         is_deferred_here = is_waiting(tensor) and isinstance(part.owner, torch.nn.Module)
@@ -535,7 +574,7 @@ def verify(path: Path, *, threads: int | None = None, progress: Progress = False
         StorageError: the checkpoint is not there or cannot be read.
     """
     options = ReadOptions(threads=threads)
-    reader = ChunkReader.open(path, options, lambda one: one.check_files(one.manifest.files))
+    reader = ChunkReader.open(path, options, ChunkReader.check_all)
     with closing(reader):
         size_bytes = sum(file.size_bytes for file in reader.manifest.files.values())
         with tracking(progress, size_bytes, "verifying") as advance:

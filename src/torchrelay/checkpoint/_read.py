@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from torchrelay import _native
 from torchrelay._progress import no_progress
-from torchrelay.checkpoint._foreign import find_checkpoint
+from torchrelay.checkpoint._foreign import check_complete, find_checkpoint
 from torchrelay.checkpoint._storage import Folder, Path
 from torchrelay.checkpoint._tasks import memory_at, no_collection, run_tasks, usable_threads
 from torchrelay.checkpoint._tensors import address_of, byte_view, in_stream_of
@@ -266,6 +266,15 @@ class ChunkReader:
 
     def close(self) -> None:
         self.folder.close()
+
+    def check_all(self) -> None:
+        """Compare sizes and headers of all files with the manifest.
+
+        Raises:
+            CorruptionError: as for :meth:`check_files`, or a snapshot lacks a file.
+        """
+        check_complete(self.manifest)
+        self.check_files(self.manifest.files)
 
     def check_files(self, names: Iterable[str]) -> None:
         """Compare sizes and headers of data files with the manifest.

@@ -48,9 +48,7 @@ def read_state(path: str, prefix: str = "") -> dict[str, Any]:
         for key in _keys(leaves, prefix, path):
             insert(state, _without(prefix, leaves[key].path), leaves[key].value)
         return state
-    reader = ChunkReader.open(
-        path, ReadOptions(), lambda reader: reader.check_files(reader.manifest.files)
-    )
+    reader = ChunkReader.open(path, ReadOptions(), ChunkReader.check_all)
     with closing(reader):
         manifest = reader.manifest
         targets: list[tuple[Segment, torch.Tensor]] = []

