@@ -53,6 +53,7 @@ from torchrelay.checkpoint._saving import (
     Saving,
     StateLayout,
 )
+from torchrelay.checkpoint._state import Index, leaf_path
 from torchrelay.checkpoint._storage import Path, split, text_of
 from torchrelay.checkpoint._tensors import (
     check_memory,
@@ -423,8 +424,8 @@ def _metadata(manifest: Manifest) -> Metadata:
         found[key] = TensorStorageMetadata(properties, torch.Size(entry.shape), chunks)
     paths = {
         key: tuple(
-            str(item[0]) if isinstance(item, tuple) else item
-            for item in manifest.paths.get(key, (key,))
+            int(step) if isinstance(step, Index) else str(step)
+            for step in leaf_path(manifest.paths.get(key, (key,)))
         )
         for key in found
     }

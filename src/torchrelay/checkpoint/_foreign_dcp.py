@@ -17,8 +17,9 @@ import torch
 
 from torchrelay import _torch
 from torchrelay.checkpoint._local import LocalFolder
+from torchrelay.checkpoint._pickles import load_pickled
 from torchrelay.checkpoint._types import DTYPES, Box, Chunk, DataFile, Dtype, Manifest, TensorEntry
-from torchrelay.checkpoint._values import encode
+from torchrelay.checkpoint._values import PICKLE, encode
 from torchrelay.errors import ArgumentError, CorruptionError, UnsupportedError
 
 __all__ = ["manifest_of_dcp"]
@@ -38,7 +39,7 @@ _KNOWN = {
         "_MEM_FORMAT_ENCODING",
     },
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch": {"Size", "device", *DTYPES},
+    "torch": {"Size", "device"},
     "torch.serialization": {"_get_layout"},
     "collections": {"OrderedDict"},
     "pathlib": {"PosixPath", "PurePosixPath"},
@@ -50,7 +51,8 @@ class _MetadataUnpickler(pickle.Unpickler):
     """Unpickler that knows the classes of DCP's metadata, and nothing that could do harm."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if name not in _KNOWN.get(module, ()):
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if name not in _KNOWN.get(module, ()) and not is_dtype:
             raise pickle.UnpicklingError(f"it asks for {module}.{name}")
         return super().find_class(module, name)
 
@@ -90,7 +92,8 @@ def _manifest(folder: LocalFolder, metadata: Any) -> Manifest:
         if not hasattr(found, "chunks"):
             objects[key] = _value(folder, key, places[key, None])
             continue
-        dtype = DTYPES[str(found.properties.dtype).removeprefix("torch.")]
+        name = str(found.properties.dtype).removeprefix("torch.")
+        dtype = DTYPES.get(name) or Dtype.unknown(name)
         chunks = []
         for stored in found.chunks:
             box, info = Box(tuple(stored.offsets), tuple(stored.sizes)), places[key, stored.offsets]
@@ -104,6 +107,8 @@ def _manifest(folder: LocalFolder, metadata: Any) -> Manifest:
 
 def _chunk(folder: LocalFolder, key: str, dtype: Dtype, box: Box, info: Any) -> Chunk:
     """Find the elements of a chunk in its file."""
+    if not dtype.itemsize:
+        return Chunk(box, info.relative_path, info.offset, info.length)
     if getattr(info, "transform_descriptors", None):
         raise UnsupportedError(
             f"{folder.location}: tensor {key!r} is compressed; load it with DCP's own reader"
@@ -131,6 +136,6 @@ def _value(folder: LocalFolder, key: str, info: Any) -> Any:
     data = bytearray(info.length)
     folder.read(info.relative_path, info.offset, memoryview(data))
     try:
-        return encode(key, torch.load(io.BytesIO(data), weights_only=True))
-    except (pickle.UnpicklingError, ArgumentError) as error:
-        return {"$pickle": str(error)[:200]}
+        return encode(key, load_pickled(io.BytesIO(data)))
+    except (pickle.UnpicklingError, ArgumentError, UnsupportedError) as error:
+        return {PICKLE: str(error)[:200].partition(", which is not run")[0]}

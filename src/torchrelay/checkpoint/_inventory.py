@@ -22,7 +22,7 @@ from torchrelay.checkpoint._tasks import no_collection
 from torchrelay.checkpoint._tensors import TensorLayout, check_memory, memory_of, tensor_state
 from torchrelay.checkpoint._types import StatePath
 from torchrelay.checkpoint._values import encode
-from torchrelay.errors import ArgumentError, MismatchError
+from torchrelay.errors import MismatchError
 
 __all__ = ["Inventory", "begin_save", "deal", "encoded", "plan_save"]
 
@@ -64,7 +64,11 @@ def take_inventory(state: Any) -> Inventory:
     tensors = {
         key: leaf.value for key, leaf in leaves.items() if isinstance(leaf.value, torch.Tensor)
     }
-    objects = {key: encoded(key, leaf) for key, leaf in leaves.items() if key not in tensors}
+    objects = {
+        key: encoded(key, leaf)
+        for key, leaf in leaves.items()
+        if key not in tensors and not leaf.is_empty
+    }
     paths = _stored_paths(leaves)
     signature, blocks, addresses = _blocks_of(tensors)
     layouts, blank, layout = known[1:]
@@ -120,16 +124,10 @@ def encoded(key: str, leaf: Leaf) -> Any:
     return encode(key, leaf.value.value if isinstance(leaf.value, Subclass) else leaf.value)
 
 
-def _path_item(key: str, item: Any) -> str | int | tuple[int]:
+def _path_item(key: str, item: Any) -> str | int | tuple[Any]:
     if isinstance(item, Index):
         return int(item)
-    if type(item) is int:
-        return (item,)
-    if type(item) is not str:
-        raise ArgumentError(
-            f"{key}: the keys of a state are strings and integers, not {type(item).__name__}"
-        )
-    return item
+    return item if type(item) is str else (encode(f"{key}: a key", item),)
 
 
 def _ties(

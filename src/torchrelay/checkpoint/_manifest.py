@@ -98,12 +98,17 @@ def to_bytes(
     key.
     """
     first = {"format": _FORMAT, "version": _VERSION, **head._asdict()}
+    stored = {
+        key: path
+        for key, path in paths.items()
+        if path != (key,) or (key not in tensors and key not in objects)
+    }
     parts = [
         _json({**first, "world_size": world_size, "block_bytes": BLOCK_BYTES})[:-1],
         f'"files":{_json({name: _file_json(file) for name, file in files.items()})}',
         f'"tensors":{{{",".join(f"{quoted(key)}:{text}" for key, text in tensors.items())}}}',
         f'"objects":{_json(dict(objects))}',
-        f'"paths":{_json({key: list(path) for key, path in paths.items() if path != (key,)})}',
+        f'"paths":{_json(stored)}',
     ]
     body = ",\n".join(parts).encode()
     return body + _TAIL.format(_native.crc32c(body)).encode()
@@ -426,7 +431,7 @@ class Parser:
 
 
 def _is_step(step: Any) -> bool:
-    """Return whether ``step`` is a key, an index, or an integer that is a key."""
+    """Return whether ``step`` is a key, an index, or a tuple of a key that is not a string."""
     if type(step) is tuple:
-        return [*map(type, step)] == [int]
+        return len(step) == 1
     return type(step) is str or (type(step) is int and step >= 0)

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import torch
 
 from torchrelay import _torch
-from torchrelay.checkpoint._types import StatePath
+from torchrelay.checkpoint._types import MAX_DEPTH, StatePath
+from torchrelay.checkpoint._values import decode
 from torchrelay.errors import ArgumentError, CorruptionError
 
 __all__ = [
-    "MAX_DEPTH",
     "ORDINARY",
     "SUBCLASS",
     "Index",
@@ -28,7 +28,6 @@ __all__ = [
     "put",
 ]
 
-MAX_DEPTH = 100
 _MAX_GAP = 1_000_000  # items that a list may lack before the one that a path leads to
 ORDINARY = (torch.Tensor, torch.nn.Parameter)  # tensors that are neither deferred nor sharded
 SUBCLASS = "$subclass"  # after the key of a tensor that is stored by its parts: its class
@@ -43,6 +42,11 @@ class Leaf(NamedTuple):
 
     path: tuple[Any, ...]
     value: Any
+
+    @property
+    def is_empty(self) -> bool:
+        """Return whether it stands for an empty dictionary."""
+        return isinstance(self.value, Mapping) and not self.value
 
 
 @dataclass(frozen=True)
@@ -79,7 +83,8 @@ def flatten(state: Any, *, expand: bool = False) -> dict[str, Leaf]:
 
     Dictionaries are flattened, lists that hold tensors, dictionaries or stateful objects, tuples
     that hold tensors or stateful objects, and tensors that are wrappers around others. A stateful
-    object is a leaf or, with ``expand``, is replaced by its state dict.
+    object is a leaf or, with ``expand``, is replaced by its state dict. With ``expand``, an empty
+    dictionary is a leaf too.
 
     Raises:
         ArgumentError: two leaves would have the same key, the state is nested too deep, or it is no
@@ -102,6 +107,8 @@ def _visit_mapping(
         raise ArgumentError(
             f"a state is a dictionary, a module or has state_dict(); got {type(state).__name__}"
         )
+    if expand and path and not state:
+        _add(found, path, start[:-1], {})
     for name, item in state.items():
         key = f"{start}{name!s}"
         if type(item) in ORDINARY and key not in found:
@@ -140,6 +147,10 @@ def _visit(
         for index, item in enumerate(value):
             _visit(found, (*path, Index(index)), f"{key}.{index}", item, expand)
         return
+    _add(found, path, key, value)
+
+
+def _add(found: dict[str, Leaf], path: tuple[Any, ...], key: str, value: Any) -> None:
     if key in found:
         raise ArgumentError(f"two values of the state have the key {key!r}")
     found[key] = Leaf(path, value)
@@ -166,7 +177,9 @@ def _holds_tensors(value: Any, depth: int) -> bool:
 def leaf_path(path: StatePath) -> tuple[Any, ...]:
     """Return the path of a leaf from its form in a manifest."""
     return tuple(
-        step[0] if isinstance(step, tuple) else Index(step) if type(step) is int else step
+        decode(f"{path}: a key", step[0])
+        if isinstance(step, tuple)
+        else (Index(step) if type(step) is int else step)
         for step in path
     )
 
@@ -178,17 +191,17 @@ def insert(state: dict[Any, Any], path: tuple[Any, ...], value: Any) -> None:
         CorruptionError: the path leads far behind the end of a list.
     """
     here: Any = state
-    for step, following in zip(path, (*path[1:], None), strict=True):
+    for depth, step in enumerate(path, 1):
         if isinstance(here, list):
             if step > len(here) + _MAX_GAP:
                 raise CorruptionError(f"{key_of(path)}: {step} is an impossible index")
             here.extend([None] * (step + 1 - len(here)))
-        if following is None:
+        if depth == len(path):
             here[step] = value
             return
         missing = here[step] is None if isinstance(here, list) else step not in here
         if missing:
-            here[step] = [] if isinstance(following, Index) else {}
+            here[step] = [] if isinstance(path[depth], Index) else {}
         here = here[step]
 
 

@@ -1,50 +1,60 @@
-"""Operations on whole checkpoints for the command line: read without a model, convert, compare."""
+"""Operations on whole checkpoints for the command line: read without a model, and convert."""
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import pickle
 import warnings
-from collections.abc import Iterator, Mapping
+import zipfile
+from collections import deque
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from typing import Any
 
 import numpy as np
 import torch
 
-from torchrelay._torch import flat_bytes
+from torchrelay.checkpoint._manifest import PARSING_ERRORS, Parser, parse
+from torchrelay.checkpoint._pickles import load_pickled
 from torchrelay.checkpoint._read import ChunkReader, ReadOptions, Segment, segments_of, within
 from torchrelay.checkpoint._save import save
 from torchrelay.checkpoint._saving import grouped
-from torchrelay.checkpoint._state import flatten, insert, key_of, leaf_path
+from torchrelay.checkpoint._state import Index, flatten, insert, key_of, leaf_path, put
 from torchrelay.checkpoint._storage import storage_errors
 from torchrelay.checkpoint._tensors import dtype_of
 from torchrelay.checkpoint._types import INDEX, Box
-from torchrelay.checkpoint._values import decode, encode
-from torchrelay.errors import ArgumentError, CorruptionError, UnavailableError
+from torchrelay.checkpoint._values import Encoded, decode, encode
+from torchrelay.errors import ArgumentError, CorruptionError, UnavailableError, UnsupportedError
 
-__all__ = ["FORMATS", "convert", "differences", "read_state"]
+__all__ = ["FORMATS", "convert", "read_state"]
 
+_ORIGINALS = "torchrelay-values.json"  # in a file of torch.save: paths and encoded values
 FORMATS = ("torchrelay", "dcp", "safetensors", "torch")
 # A zip archive, or the pickled magic number of files from before torch 1.6.
 _TORCH_STARTS = (b"PK\x03\x04", b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.")
 
 
-def read_state(path: str, prefix: str = "") -> dict[str, Any]:
+def read_state(
+    path: str, prefix: str = "", read_value: Callable[[str, Any], Any] = decode
+) -> dict[str, Any]:
     """Return the state of a checkpoint of any format, nested as it was saved, on the CPU.
 
     Args:
         path: a checkpoint of ours or of DCP, safetensors files, or a file of ``torch.save``.
         prefix: only keys that begin with it are read; it is removed from them.
+        read_value: gets the key and the encoded value of what is not a tensor.
 
     Raises:
         ArgumentError: no key begins with ``prefix``.
         CorruptionError: it is damaged.
         StorageError: there is none.
+        UnsupportedError: it holds what cannot be read.
     """
     state: dict[str, Any] = {}
     if _is_torch_file(path):
-        leaves = flatten(_read_torch(path))
+        leaves = flatten(_read_torch(path), expand=True)
         for key in _keys(leaves, prefix, path):
             insert(state, _without(prefix, leaves[key].path), leaves[key].value)
         return state
@@ -52,9 +62,13 @@ def read_state(path: str, prefix: str = "") -> dict[str, Any]:
     with closing(reader):
         manifest = reader.manifest
         targets: list[tuple[Segment, torch.Tensor]] = []
-        for key in _keys({**manifest.objects, **manifest.tensors}, prefix, path):
+        held = {**manifest.objects, **manifest.tensors}
+        keys = {**{key: None for key in manifest.paths if key not in held}, **held}
+        for key in _keys(keys, prefix, path):
             if key in manifest.objects:
-                value = decode(key, manifest.objects[key])
+                value = read_value(key, manifest.objects[key])
+            elif key not in manifest.tensors:
+                value = {}
             else:
                 entry = manifest.tensors[key]
                 entry.check_known(key, path)
@@ -99,12 +113,29 @@ def _is_torch_file(path: str) -> bool:
 
 def _read_torch(path: str) -> dict[str, Any]:
     try:
-        found = torch.load(path, weights_only=True, map_location="cpu")
+        found = load_pickled(path)
+    except UnsupportedError as error:
+        raise UnsupportedError(f"{path}: {error}") from None
     except Exception as error:
         raise CorruptionError(f"{path}: torch.load refuses it ({error})") from error
     if not isinstance(found, dict):
         raise ArgumentError(f"{path}: it holds a {type(found).__name__}, not a state dict")
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            name = _originals_name(archive)
+            if name in archive.namelist():
+                _restore(found, archive.read(name), path)
     return found
+
+
+def _restore(state: dict[str, Any], originals: bytes, where: str) -> None:
+    """Put the values that :func:`_write_torch` replaced back in their place."""
+    what = f"what convert added for values ({_ORIGINALS})"
+    try:
+        for steps, value in parse(originals, where, what):
+            put(state, leaf_path(Parser(where).path("a value", steps)), decode(where, value))
+    except PARSING_ERRORS as error:
+        raise CorruptionError(f"{where}: {what} is damaged ({error})") from None
 
 
 def convert(
@@ -120,7 +151,9 @@ def convert(
         prefix: only keys that begin with it are written, with it removed.
 
     Returns:
-        the keys of values that are left out, because the format holds tensors only.
+        the keys of values that the format cannot hold: safetensors files lack all of them, DCP's
+        checkpoints lack empty dictionaries, files of ``torch.save`` have something similar in the
+        place of some.
 
     Raises:
         ArgumentError: the format is unknown, ``target`` exists, no key begins with ``prefix``, or
@@ -131,20 +164,21 @@ def convert(
         raise ArgumentError(f"--to {to}: it must be one of {', '.join(FORMATS)}")
     if os.path.exists(target):
         raise ArgumentError(f"{target} exists already; choose another name")
-    state = read_state(source, prefix)
+    is_decoded = to in ("dcp", "torch")
+    state = read_state(source, prefix, decode if is_decoded else lambda key, value: Encoded(value))
     if to == "torchrelay":
         save(state, target, no_dist=True)
     elif to == "torch":
-        with storage_errors(f"writing {target}"):
-            torch.save(state, target)
+        return _write_torch(state, target)
     elif to == "dcp":
-        _write_dcp(state, target)
+        return _write_dcp(state, target)
     else:
         return _write_safetensors(state, target, max_file_bytes)
     return []
 
 
-def _write_dcp(state: dict[str, Any], target: str) -> None:
+def _write_dcp(state: dict[str, Any], target: str) -> list[str]:
+    """Write a checkpoint of DCP; return the keys of empty dictionaries, which it cannot hold."""
     from torch.distributed import checkpoint as dcp  # noqa: PLC0415
 
     with warnings.catch_warnings():
@@ -152,6 +186,84 @@ def _write_dcp(state: dict[str, Any], target: str) -> None:
             "ignore", "torch.distributed is disabled, unavailable or uninitialized"
         )
         dcp.save(state, checkpoint_id=target, no_dist=True)
+    return [key for key, leaf in flatten(state, expand=True).items() if leaf.is_empty]
+
+
+def _write_torch(state: dict[str, Any], target: str) -> list[str]:
+    """Write a file that ``torch.load`` reads by default.
+
+    In place of a value that it refuses, the file has a similar one. The value itself is in a part
+    of the file of which only :func:`read_state` knows, so that nothing is lost on the way back.
+
+    Returns:
+        the keys of such values.
+    """
+    originals: dict[str, Any] = {}
+    for key, leaf in flatten(state, expand=True).items():
+        path = [_stored_step(key, step) for step in leaf.path]
+        if not isinstance(leaf.value, torch.Tensor) and not _is_read(leaf.value):
+            originals[key] = path, encode(key, leaf.value)
+            put(state, leaf.path, _similar(leaf.value))
+    with storage_errors(f"writing {target}"):
+        torch.save(state, target)
+        if originals:
+            with zipfile.ZipFile(target, "a") as archive:
+                archive.writestr(_originals_name(archive), json.dumps([*originals.values()]))
+    return [*originals]
+
+
+def _originals_name(archive: zipfile.ZipFile) -> str:
+    """Return the name of the part with the values in a file of ``torch.save``, whose parts must all
+    be in one folder.
+    """
+    return f"{archive.namelist()[0].partition('/')[0]}/{_ORIGINALS}"
+
+
+def _stored_step(key: str, step: Any) -> Any:
+    if isinstance(step, Index):
+        return int(step)
+    if not _is_read(step):
+        raise ArgumentError(
+            f"{key}: torch.load refuses a dictionary with the key {step!r}; convert to another "
+            "format, or save str(key)"
+        )
+    return step if type(step) is str else [encode(f"{key}: a key", step)]
+
+
+def _is_read(value: Any) -> bool:
+    """Return whether ``torch.load`` reads a value by default."""
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    stream.seek(0)
+    try:
+        torch.load(stream, weights_only=True)
+    except pickle.UnpicklingError:
+        return False
+    return True
+
+
+def _similar(value: Any) -> Any:  # noqa: PLR0911 - one for each kind
+    """Return the nearest to a value that ``torch.load`` reads by default."""
+    if isinstance(value, np.ndarray):
+        try:
+            return torch.from_numpy(value.astype(value.dtype.newbyteorder("="), order="C"))
+        except TypeError:  # torch has no such dtype
+            return value.astype(str).tolist()
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, io.BytesIO):
+        value = value.getvalue()
+    if isinstance(value, bytes):
+        return value or bytearray()  # it refuses b""
+    if isinstance(value, Mapping):
+        return {key if _is_read(key) else str(key): _similar(item) for key, item in value.items()}
+    if isinstance(value, tuple):
+        return tuple(map(_similar, value))
+    if isinstance(value, frozenset) and _is_read({*value}):
+        return {*value}
+    if isinstance(value, list | set | frozenset | range | deque):
+        return [*map(_similar, value)]
+    return value if _is_read(value) else str(value)
 
 
 def _write_safetensors(state: dict[str, Any], target: str, max_file_bytes: int) -> list[str]:
@@ -198,63 +310,3 @@ def _write_safetensors(state: dict[str, Any], target: str, max_file_bytes: int) 
         with open(os.path.join(target, INDEX), "w") as file:
             json.dump({"metadata": {"total_size": total}, "weight_map": weights}, file, indent=2)
     return left_out
-
-
-def differences(one: str, other: str, rtol: float, atol: float) -> Iterator[str]:
-    """Return the differences between two checkpoints, one sentence each.
-
-    Tensors are compared bit by bit unless a tolerance is given.
-    """
-    first, second = (flatten(read_state(path)) for path in (one, other))
-    for key in sorted(first.keys() | second.keys()):
-        if key not in second:
-            yield f"{key}: only in {one}"
-        elif key not in first:
-            yield f"{key}: only in {other}"
-        else:
-            found = _difference(first[key].value, second[key].value, rtol, atol)
-            if found:
-                yield f"{key}: {found}"
-
-
-def _text(value: Any) -> str:
-    """Return a text that is equal for equal values; of arrays, repr() shows a part."""
-    try:
-        return json.dumps(encode("", value))
-    except ArgumentError:  # of a file of torch.save
-        return repr(value)
-
-
-def _both(one: Any, other: Any) -> str:
-    """Return two values as text; of arrays that are printed alike, the first items that differ."""
-    if repr(one) != repr(other):
-        return f"{one!r} and {other!r}"
-    if not isinstance(one, np.ndarray) or one.shape != other.shape:
-        return f"they differ, although both are printed as {one!r}"
-    bits, others = (np.ascontiguousarray(a).reshape(-1, 1).view("u1") for a in (one, other))
-    first = np.unravel_index((bits != others).any(1).argmax(), one.shape)
-    return f"they differ first at {[*map(int, first)]}: {one[first]!r} and {other[first]!r}"
-
-
-def _difference(one: Any, other: Any, rtol: float, atol: float) -> str | None:
-    if not (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)):
-        return None if _text(one) == _text(other) else _both(one, other)
-    if one.dtype != other.dtype or one.shape != other.shape:
-        return f"{one.dtype} {list(one.shape)} and {other.dtype} {list(other.shape)}"
-    if not one.numel():
-        return None
-    bits, others = (flat_bytes(t.contiguous()).reshape(t.numel(), -1) for t in (one, other))
-    if torch.equal(bits, others):
-        return None
-    differs = (bits != others).any(1)
-    wide = torch.complex128 if one.is_complex() else torch.float64
-    first, second = (t.to(wide).flatten() for t in (one, other))
-    gap = (first - second).abs()
-    if rtol or atol:
-        differs &= ~(gap <= atol + rtol * second.abs())
-    if not differs.any():
-        return None
-    return (
-        f"{int(differs.sum())} of {one.numel()} elements differ, at most by "
-        f"{float(gap.nan_to_num().max()):.3g}"
-    )

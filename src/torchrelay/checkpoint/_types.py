@@ -30,6 +30,7 @@ __all__ = [
     "DTYPES",
     "INDEX",
     "MANIFEST",
+    "MAX_DEPTH",
     "MAX_HEADER_BYTES",
     "NOTE_NAME",
     "Box",
@@ -51,10 +52,11 @@ __all__ = [
 MANIFEST = "manifest.json"
 INDEX = "model.safetensors.index.json"  # Hugging Face's, of a model in several files
 DATA_NAME = re.compile(r"data-\d{5,}-\d{5,}\.safetensors", re.ASCII)
+MAX_DEPTH = 100  # of nested states and values
 MAX_HEADER_BYTES = 100_000_008  # as safetensors has it, and the 8 bytes of the length
 NOTE_NAME = re.compile(r"torchrelay-part-\d{5,}\.json", re.ASCII)
 Sizes = NDArray[np.uint64]  # of bytes
-StatePath = tuple[str | int | tuple[int], ...]
+StatePath = tuple[str | int | tuple[Any], ...]
 # Bytes under one checksum. A reader that wants part of a chunk reads and verifies whole blocks.
 BLOCK_BYTES = 1 << 20
 
@@ -311,8 +313,9 @@ class FileChunks:
 class Manifest:
     """What a checkpoint holds. ``objects`` are the encoded values (see :mod:`._values`).
 
-    ``paths`` gives, for each key of a nested state, what leads to it: keys of dictionaries
-    (integers among them as tuples of one), and indices of lists.
+    ``paths`` gives, for each key of a nested state, what leads to it: keys of dictionaries (other
+    than strings as tuples of one encoded value), and indices of lists. A key that is in neither
+    ``tensors`` nor ``objects`` is that of an empty dictionary.
     """
 
     id: str

@@ -153,13 +153,13 @@ def test_dcp_saves_no_value_that_json_cannot_hold(tmp_path: Path) -> None:
         dcp.CheckpointException,
         match=r"key: a checkpoint holds tensors and plain values",
     ):
-        dcp.save({"key": {1, 2}}, storage_writer=Writer(tmp_path / "set"))
-    assert not (tmp_path / "set").exists()
+        dcp.save({"key": object()}, storage_writer=Writer(tmp_path / "x"))
+    assert not (tmp_path / "x").exists()
     assert not list(tmp_path.glob("*.safetensors"))
 
 
 @pytest.mark.parametrize(
-    "value", [object(), {1}, lambda: 0, (torch.ones(1), {1}), bytearray(b"x"), {0.5: torch.ones(1)}]
+    "value", [object(), {print}, lambda: 0, (torch.ones(1), {print}), memoryview(b"x")]
 )
 def test_a_value_that_json_cannot_hold_is_named(value: object, tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match=r"^outer.inner"):

@@ -248,8 +248,8 @@ CASES: dict[str, tuple[Callable[[Path], None], str, str]] = {
     ),
     "value-of-unknown-kind": (
         _edited(lambda d: d["objects"].update(step={"$pickle": "gASVAAAAAAAA"})),
-        "CorruptionError",
-        r"step: the manifest holds a value of an unknown kind, '\$pickle'",
+        "UnsupportedError",
+        "step: DCP stored it as a pickle that is not run",
     ),
 }
 
