@@ -12,6 +12,7 @@ from torchrelay.errors import UnsupportedError
 
 __all__ = [
     "CheckpointShard",
+    "dtensor_of",
     "local_blocks",
     "local_shape_and_offset",
     "local_shards",
@@ -115,6 +116,22 @@ def sharding_of(tensor: torch.Tensor) -> str:
     if isinstance(tensor, ShardedTensor) or hasattr(tensor, "__create_chunk_list__"):
         return "shards"
     return "plain"
+
+
+def dtensor_of(
+    local: torch.Tensor, like: Any, shape: Sequence[int], stride: Sequence[int]
+) -> torch.Tensor:
+    """Return a DTensor over ``local``, on the mesh and with the placements of ``like``."""
+    from torch.distributed.tensor import DTensor  # noqa: PLC0415
+
+    return DTensor.from_local(
+        local,
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=torch.Size(shape),
+        stride=tuple(stride),
+    )
 
 
 def local_shards(tensor: Any) -> list[tuple[tuple[int, ...], torch.Tensor]]:

@@ -17,7 +17,8 @@ import torch
 
 from torchrelay.checkpoint._group import Group
 from torchrelay.checkpoint._saving import Description, Plan, PlannedChunk, Saving, StateLayout
-from torchrelay.checkpoint._state import ORDINARY, Index, Leaf, Subclass, flatten
+from torchrelay.checkpoint._state import ORDINARY, Index, Leaf, flatten
+from torchrelay.checkpoint._subclasses import Subclass
 from torchrelay.checkpoint._tasks import no_collection
 from torchrelay.checkpoint._tensors import TensorLayout, check_memory, memory_of, tensor_state
 from torchrelay.checkpoint._types import StatePath
@@ -121,7 +122,8 @@ def _stored_paths(leaves: Mapping[str, Leaf]) -> dict[str, StatePath]:
 
 def encoded(key: str, leaf: Leaf) -> Any:
     """Return the value of a leaf as JSON."""
-    return encode(key, leaf.value.value if isinstance(leaf.value, Subclass) else leaf.value)
+    value = leaf.value
+    return value.encoded(key) if isinstance(value, Subclass) else encode(key, value)
 
 
 def _path_item(key: str, item: Any) -> str | int | tuple[Any]:

@@ -3,60 +3,41 @@
 from __future__ import annotations
 
 import errno
-import warnings
-from collections.abc import Callable, MutableMapping
-from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
-from difflib import get_close_matches
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from functools import partial
-from itertools import compress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
-from torchrelay import _telemetry, _torch
+from torchrelay import _telemetry
 from torchrelay._progress import Progress, tracking
 from torchrelay.checkpoint._catalog import newest_inside
 from torchrelay.checkpoint._group import Group, check_same, group_of
-from torchrelay.checkpoint._inventory import encoded
-from torchrelay.checkpoint._optimizers import fitted, may_lack
+from torchrelay.checkpoint._match import LoadPlan, Request, match
+from torchrelay.checkpoint._parts import ModulePart, Part, parts_of_state
 from torchrelay.checkpoint._read import (
     MAX_BUFFER_BYTES,
     ChunkReader,
     ReadOptions,
     Segment,
     deal_blocks,
-    segments_of,
     warn_without_checksums,
-    within,
 )
 from torchrelay.checkpoint._snapshots import converted
-from torchrelay.checkpoint._state import (
-    ORDINARY,
-    SUBCLASS,
-    Leaf,
-    Subclass,
-    check_put,
-    flatten,
-    is_stateful,
-    key_of,
-    put,
-)
+from torchrelay.checkpoint._state import put
 from torchrelay.checkpoint._storage import Path, text_of
-from torchrelay.checkpoint._tasks import no_collection
-from torchrelay.checkpoint._tensors import (
-    check_target,
-    is_waiting,
-    memory_of,
-    tensor_state,
-)
-from torchrelay.checkpoint._types import Box
-from torchrelay.checkpoint._values import decode
 from torchrelay.deferred import is_deferred, materialize_module
 from torchrelay.deferred._shards import Shard as DeferredShard
-from torchrelay.deferred._shards import local_slices
-from torchrelay.errors import ArgumentError, MismatchError, StorageError
+from torchrelay.errors import (
+    ArgumentError,
+    CapacityError,
+    MismatchError,
+    OperationTimeoutError,
+    PeerLostError,
+    StorageError,
+)
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -64,9 +45,14 @@ if TYPE_CHECKING:
 __all__ = ["LoadResult", "load", "verify"]
 
 _ATTEMPTS = 10  # for checkpoints that savers replace or remove again and again
-_SHOWN = 3  # keys that an error lists
-_NEAR = 2  # keys that an error lists because they resemble a missing one
-_COMPARED = 10_000  # keys that are searched for such
+# What an object's own load_state_dict() may raise that is no fault of the checkpoint.
+_PASSED_ON = (
+    PeerLostError,
+    OperationTimeoutError,
+    CapacityError,
+    MemoryError,
+    torch.OutOfMemoryError,
+)
 
 
 class LoadResult(NamedTuple):
@@ -155,410 +141,182 @@ def load(
     """
     reading = ReadOptions(verify, threads, max_buffer_bytes)
     ranks = group_of(group, no_dist)
-    loading = _Loading(
-        state, ranks, prefix, strict, initialize_missing, overwrite, reading, device, shard
-    )
-    with _telemetry.event("checkpoint", "load", text_of(path)) as running, loading.files:
-        loading.open(path)
-        if verify == "data" and not overwrite:
-            loading.verify()
-        running.size_bytes = size_bytes = loading.size_bytes
+    request = Request(prefix, strict, initialize_missing, device, shard)
+    with _telemetry.event("checkpoint", "load", text_of(path)) as running:
+        reader, plan = _open(state, path, ranks, request, reading)
+        with closing(reader):
+            if verify == "data" and not overwrite:
+                _verify(reader, plan.segments, ranks)
+            running.size_bytes = plan.size_bytes
 
-        def fill() -> None:
-            with tracking(progress, size_bytes, "loading", shown=ranks.is_coordinator) as advance:
-                loading.fill(advance)
+            def fill() -> LoadResult:
+                shown = ranks.is_coordinator
+                with tracking(progress, plan.size_bytes, "loading", shown=shown) as advance:
+                    return _execute(plan, reader, advance, verify == "data" and overwrite)
 
-        ranks.together(fill)
-    return loading.result
-
-
-class _Part:
-    """A stateful object (module, optimizer) of the state; without an owner, the rest of it."""
-
-    def __init__(self, start: str, owner: Any = None) -> None:
-        self.owner = owner
-        self.start = start  # what its keys begin with in the checkpoint
-        self.state: Any = {}
-        self.leaves: dict[str, Leaf] = {}
-        if owner is not None:
-            self.renew()
-
-    def renew(self) -> None:
-        """Read the owner's state, again if the tensors of a module are materialised now."""
-        options = {"keep_vars": True} if isinstance(self.owner, torch.nn.Module) else {}
-        self.state = self.owner.state_dict(**options)
-        self.leaves = flatten(self.state)
-
-    def finish(self) -> None:
-        """Load the state into its owner, unless its own tensors were filled."""
-        if self.owner is None:
-            return
-        if isinstance(self.owner, torch.nn.Module):
-            own = {
-                id(inner)
-                for tensor in (*self.owner.parameters(), *self.owner.buffers())
-                for inner in (tensor, *_torch.inner_tensors(tensor))
-            }
-            if all(
-                id(leaf.value) in own or isinstance(leaf.value, Subclass)
-                for leaf in self.leaves.values()
-            ):
-                return
-        self.owner.load_state_dict(self.state)
+            return ranks.together(fill)[ranks.rank]
 
 
-def _parts(state: Any, prefix: str) -> list[_Part]:
-    """Return the stateful objects at any depth of a state, and the rest of it."""
-    if is_stateful(state):
-        return [_Part(prefix, state)]
-    if not isinstance(state, MutableMapping):
-        raise ArgumentError(
-            f"a state is a dictionary, a module or has state_dict(); got {type(state).__name__}"
-        )
-    parts, rest = [], _Part(prefix)
-    rest.state = state
-    for key, leaf in flatten(state).items():
-        if is_stateful(leaf.value):
-            parts.append(_Part(f"{prefix}{key_of(leaf.path)}.", leaf.value))
-        else:
-            rest.leaves[key] = leaf
-    return [*parts, rest]
+def _open(
+    state: Any, path: Path, ranks: Group, request: Request, reading: ReadOptions
+) -> tuple[ChunkReader, LoadPlan]:
+    """Open one checkpoint on all ranks, and compare it with the state; changes nothing.
 
+    Of a folder of checkpoints, the coordinator chooses the newest.
 
-def _materialized(part: _Part, name: str, place: int, box: Box, inner: Box) -> torch.Tensor:
-    """Return ``inner``, in coordinates of the whole tensor, of ``box``, the ``place``-th block of a
-    tensor that was deferred when it was compared.
+    Raises:
+        ArgumentError: the ranks call with different options.
+        MismatchError: the checkpoint does not fit, or the ranks opened different ones.
     """
-    block = tensor_state(name, part.leaves[name].value).tensors[place]
-    return _inside(block, box, inner)
-
-
-@dataclass
-class _Loading:
-    """One load: which bytes go to which tensor. The fields are the arguments of :func:`load`."""
-
-    state: Any
-    ranks: Group
-    prefix: str
-    strict: bool
-    initialize_missing: bool
-    overwrite: bool
-    reading: ReadOptions
-    device: torch.device | str | None
-    shard: DeferredShard | None
-    files: ExitStack = field(default_factory=ExitStack)
-
-    def open(self, path: Path) -> None:
-        """Open one checkpoint on all ranks, and compare it with the state; changes nothing.
-
-        Of a folder of checkpoints, the coordinator chooses the newest.
-
-        Raises:
-            MismatchError: the checkpoint does not fit, or the ranks opened different ones.
-        """
-        for attempt in range(1, _ATTEMPTS + 1):
-            chosen = self.ranks.coordinate(lambda: newest_inside(path))
-            place = text_of(path) if chosen is None else f"{text_of(path).rstrip('/')}/{chosen}"
-            try:
-                opened = self.ranks.together(partial(self._open, place))
-            except StorageError as error:
-                # If retention has removed the one that was chosen, the newest is another one now.
-                if chosen is None or error.errno != errno.ENOENT or attempt == _ATTEMPTS:
-                    raise
-                continue
+    options = {name: getattr(request, name) for name in ("prefix", "strict", "initialize_missing")}
+    for attempt in range(1, _ATTEMPTS + 1):
+        chosen = ranks.coordinate(lambda: newest_inside(path))
+        place = text_of(path) if chosen is None else f"{text_of(path).rstrip('/')}/{chosen}"
+        found: list[tuple[ChunkReader, LoadPlan]] = []
+        try:
+            described = ranks.together(
+                lambda place=place, found=found: (  # type: ignore[misc]
+                    _matched(state, place, request, reading, ranks, found),
+                    {"verify": reading.verify, **options},
+                )
+            )
+            _check_options(ranks.ranks, [mine for _, mine in described])
+            opened = [mine for mine, _ in described]
             may_be_replaced = len({place for place, _ in opened}) == 1 and attempt < _ATTEMPTS
             if len({fingerprint for _, fingerprint in opened}) > 1 and may_be_replaced:
+                found[0][0].close()
                 continue
-            check_same(self.ranks.ranks, opened)
-            return
+            check_same(ranks.ranks, opened)
+            return found[0]
+        except BaseException as error:
+            if found:
+                found[0][0].close()
+            # If retention has removed the one that was chosen, the newest is another one now.
+            is_gone = isinstance(error, StorageError) and error.errno == errno.ENOENT
+            if chosen is None or not is_gone or attempt == _ATTEMPTS:
+                raise
+    raise AssertionError("the last attempt returns or raises")
 
-    def _open(self, path: str) -> tuple[str, str]:
-        """Open the checkpoint at ``path``; return it and its fingerprint."""
 
-        def check(reader: ChunkReader) -> None:
-            self.files.callback(reader.close)
-            self._location = reader.folder.location
-            self._parts = _parts(self.state, self.prefix)
-            self._fingerprint = reader.manifest.fingerprint
-            reader.manifest = converted(
-                reader.manifest, [(part.start, part.owner, part.leaves) for part in self._parts]
-            )
-            self._reader, self._manifest = reader, reader.manifest
-            self._objects: list[tuple[_Part, Leaf, Any]] = []
-            self._segments: list[Segment] = []
-            self._targets: list[torch.Tensor | partial[torch.Tensor]] = []
-            self._tensors: dict[str, tuple[torch.Tensor, ...]] = {}  # by key
-            self._match()
-            if self.reading.verify != "none":
-                reader.check_files(segment.chunk.file for segment in self._segments)
+def _matched(
+    state: Any,
+    path: str,
+    request: Request,
+    reading: ReadOptions,
+    ranks: Group,
+    found: list[tuple[ChunkReader, LoadPlan]],
+) -> tuple[str, str]:
+    """Open the checkpoint at ``path``, and add it and the plan to ``found``; return it and its
+    fingerprint.
+    """
+    plans: list[LoadPlan] = []
+    fingerprints: list[str] = []
 
-        ChunkReader.open(path, self.reading, check)
-        if self.reading.verify == "data" and self.ranks.is_coordinator:
-            warn_without_checksums(self._manifest, self._location)
-        return path, self._fingerprint
-
-    @property
-    def size_bytes(self) -> int:
-        return sum(segment.size_bytes for segment in self._segments)
-
-    @no_collection()
-    def _match(self) -> None:
-        """Find what to read for each leaf, and compare the keys.
-
-        Raises:
-            MismatchError: the checkpoint does not fit the state.
-        """
-        known: dict[str, _Part] = {}
-        lacking: dict[str, tuple[_Part, Leaf]] = {}
-        read: list[Leaf] = []
-        for part in self._parts:
-            self._fit_optimizer(part)
-            for name, leaf in part.leaves.items():
-                key = part.start + name
-                if key in known:
-                    raise ArgumentError(f"two values of the state have the key {key!r}")
-                known[key] = part
-                if self._match_leaf(part, name, key, leaf):
-                    read.append(leaf)
-                else:
-                    lacking[key] = part, leaf
-        self._drop_overwritten()
-        # The second name of a tied tensor is filled by its first one.
-        filled = set().union(*map(_identities, read)) if lacking else set()
-        self._missing = {
-            key: found for key, found in lacking.items() if not _identities(found[1]) & filled
-        }
-        held = (*self._manifest.tensors, *self._manifest.objects)
-        unexpected = [key for key in held if key.startswith(self.prefix) and key not in known]
-        self.result = LoadResult([*self._missing], unexpected)
-        if self.strict:
-            self._check_missing()
-            self._check_unexpected()
-        elif self.initialize_missing and self.ranks.is_coordinator:
-            self._warn_of_initialized()
-
-    def _fit_optimizer(self, part: _Part) -> None:
-        """Make the state dict of an optimizer as the checkpoint has it."""
-        owner, state = part.owner, part.state
-        if (
-            isinstance(owner, torch.optim.Optimizer)
-            and isinstance(state.get("state"), dict)
-            and isinstance(state.get("param_groups"), list)
-        ):
-            part.state = fitted(owner, state, self._manifest, part.start)
-            part.leaves = flatten(part.state)
-
-    def _check_missing(self) -> None:
-        bad = [key for key, (part, leaf) in self._missing.items() if self._is_bad(key, part, leaf)]
-        if bad:
-            waiting = any(is_waiting(self._missing[key][1].value) for key in bad)
-            raise MismatchError(
-                f"{self._location}: the checkpoint lacks {_listed(bad)}, which the state "
-                f"has; {self._remedy(bad)}strict=False leaves them as they are"
-                + (", initialize_missing=True initialises deferred ones" if waiting else "")
-            )
-
-    def _remedy(self, bad: list[str]) -> str:
-        """Return a clause that names the prefixes with which the checkpoint has all the missing
-        keys, else the keys that it has and that resemble the first.
-        """
-        held = {**self._manifest.tensors, **self._manifest.objects}
-        first, *rest = [key.removeprefix(self.prefix) for key in bad]
-        ends = [key for key in held if f".{key}".endswith(f".{first}")]
-        starts = [key.removesuffix(first) for key in ends]
-        fits = [start for start in starts if all(start + name in held for name in rest)]
-        if fits and len(self._missing) == sum(len(part.leaves) for part in self._parts):
-            return " or ".join(f"prefix={start!r}" for start in fits[:2]) + " finds them, "
-        inner = [key for key in held if f".{bad[0]}".endswith(f".{key}")]
-        near = ends or inner or get_close_matches(bad[0], [*held][:_COMPARED], n=_NEAR)
-        return f"it has {_listed(near[:_NEAR])}, " if near else ""
-
-    def _is_bad(self, key: str, part: _Part, leaf: Leaf) -> bool:
-        """Return whether a strict load needs a key that the checkpoint lacks."""
-        if is_waiting(leaf.value):
-            return not self.initialize_missing
-        is_option = isinstance(part.owner, torch.optim.Optimizer) and may_lack(
-            part.owner, key, self._manifest, part.start
+    def check(reader: ChunkReader) -> None:
+        parts = parts_of_state(state, request.prefix)
+        fingerprints[:] = [reader.manifest.fingerprint]
+        reader.manifest = converted(
+            reader.manifest, [(part.start, part.owner, part.leaves) for part in parts]
         )
-        return not is_option
+        plan = match(parts, reader.manifest, request, reader.folder.location)
+        if reading.verify != "none":
+            reader.check_files(segment.chunk.file for segment in plan.segments)
+        plans[:] = [plan]
 
-    def _check_unexpected(self) -> None:
-        for part in self._parts:
-            extra = [key for key in self.result.unexpected_keys if key.startswith(part.start)]
-            if part.owner is not None and extra:
-                raise MismatchError(
-                    f"{self._location}: the checkpoint has {_listed(extra)}, which this "
-                    f"{type(part.owner).__name__} lacks; prefix= names what its keys begin with, "
-                    "strict=False ignores the rest"
+    reader = ChunkReader.open(path, reading, check)
+    if reading.verify == "data" and ranks.is_coordinator:
+        warn_without_checksums(reader.manifest, reader.folder.location)
+    if ranks.is_coordinator:
+        plans[0].warn_of_initialized()
+    found.append((reader, plans[0]))
+    return path, fingerprints[0]
+
+
+def _check_options(ranks: Sequence[int], options: Sequence[dict[str, Any]]) -> None:
+    """Compare what the ranks pass to load().
+
+    Raises:
+        ArgumentError: it differs.
+    """
+    for rank, other in zip(ranks, options, strict=True):
+        for name, value in options[0].items():
+            if other[name] != value:
+                raise ArgumentError(
+                    f"rank {ranks[0]} loads with {name}={value!r}, and rank {rank} with {name}="
+                    f"{other[name]!r}; all ranks pass the same"
                 )
 
-    def _match_leaf(self, part: _Part, name: str, key: str, leaf: Leaf) -> bool:
-        """Record what to read for a leaf; return whether the checkpoint has it."""
-        is_tensor = isinstance(leaf.value, torch.Tensor)
-        if key in (self._manifest.objects if is_tensor else self._manifest.tensors):
-            here, there = ("a tensor", "a value") if is_tensor else ("a value", "a tensor")
-            raise MismatchError(
-                f"{self._location}: {key!r} is {there} in the checkpoint and {here} here"
-            )
-        if is_tensor and key in self._manifest.tensors:
-            if self._initializes_instead(part, key, leaf.value):
-                return False
-            self._match_tensor(part, name, key, leaf.value)
-            return True
-        if key not in self._manifest.objects:
-            return False
-        value = self._manifest.objects[key]
-        if not isinstance(leaf.value, Subclass):
-            check_put(part.state, leaf.path)
-            self._objects.append((part, leaf, decode(key, value)))
-        elif value != encoded(key, leaf):
-            raise MismatchError(
-                f"{self._location}: {key.removesuffix(f'.{SUBCLASS}')!r} is of another "
-                f"tensor class in the checkpoint than here, or has other parameters: {value} and "
-                f"{encoded(key, leaf)}"
-            )
-        return True
 
-    def _initializes_instead(self, part: _Part, key: str, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor is initialised although the checkpoint has it, in another shape:
-        a head for other labels.
-        """
-        may_be = self.initialize_missing and not self.strict and is_waiting(tensor)
-        is_other = self._manifest.tensors[key].shape != tuple(tensor.shape)
-        return may_be and is_other and isinstance(part.owner, torch.nn.Module)
-
-    def _remedy_of_shape(self, part: _Part, tensor: torch.Tensor, same_dtype: bool) -> str:
-        if not (same_dtype and is_waiting(tensor) and isinstance(part.owner, torch.nn.Module)):
-            return ""
-        return "; strict=False with initialize_missing=True initialises it, as for a new head"
-
-    def _warn_of_initialized(self) -> None:
-        """Warn about tensors that are initialised beside others that are not read, because these
-        may be the same under another name or of another shape.
-        """
-        waiting = [key for key, (_, leaf) in self._missing.items() if is_waiting(leaf.value)]
-        other = [key for key in waiting if key in self._manifest.tensors]
-        if waiting and (other or self.result.unexpected_keys):
-            unread = [*other, *self.result.unexpected_keys]
-            warnings.warn(
-                f"{self._location}: {_listed(waiting)} are initialised, not loaded; of the "
-                f"checkpoint, {_listed(unread)} are not read",
-                stacklevel=8,  # the caller of load()
-            )
-
-    def _match_tensor(self, part: _Part, name: str, key: str, tensor: torch.Tensor) -> None:
-        """Record the segments of a tensor, and what to read each into."""
-        entry = self._manifest.tensors[key]
-        entry.check_known(key, self._location)
-        (dtype, described, blocks), tensors = tensor_state(key, tensor)
-        if entry.shape != described.shape or entry.dtype is not dtype:
-            raise MismatchError(
-                f"{self._location}: tensor {key!r} is {entry.dtype.name} of shape "
-                f"{list(entry.shape)} in the checkpoint, and {dtype.name} of shape "
-                f"{list(tensor.shape)} here"
-                + self._remedy_of_shape(part, tensor, entry.dtype is dtype)
-            )
-        boxes = [block.box for block in blocks]
-        is_deferred_here = is_waiting(tensor) and isinstance(part.owner, torch.nn.Module)
-        if is_deferred_here and is_deferred(tensor):
-            slices = local_slices(self.shard, name, tensor)
-            boxes = boxes if slices is None else [_box_of(slices, tensor.shape)]
-        self._tensors[key] = (tensor,) if is_deferred_here else tensors
-        for place, box in enumerate(boxes):
-            if not is_deferred_here:
-                check_target(key, tensors[place])
-            segments = segments_of(key, entry, box)
-            self._segments += segments
-            self._targets += [
-                partial(_materialized, part, name, place, box, segment.inner)
-                if is_deferred_here
-                else _inside(tensors[place], box, segment.inner)
-                for segment in segments
-            ]
-
-    def _drop_overwritten(self) -> None:
-        """Read a tensor that has several keys under the last of them only, which overwrites what
-        the others have.
-        """
-        filled = [one.data_ptr() for one in self._targets if isinstance(one, torch.Tensor)]
-        if len({*filled}) == len(self._targets):
-            return
-        last = {(*map(memory_of, tensors),): key for key, tensors in self._tensors.items()}
-        keys = {*last.values()}
-        kept = [segment.key in keys for segment in self._segments]
-        self._segments = [*compress(self._segments, kept)]
-        self._targets = [*compress(self._targets, kept)]
-
-    def verify(self) -> None:
-        """Verify what any rank reads; a block that several ranks of a host read, on one of them."""
-        ranks = self.ranks
-        wanted = ranks.together(
-            lambda: (self._reader.folder.identity, self._reader.blocks_of(self._segments))
-        )
-        identity, blocks = wanted[ranks.rank]
-        if identity:
-            alike = [rank for rank, (other, _) in enumerate(wanted) if other == identity]
-            for name in blocks:
-                readers = [rank for rank in alike if name in wanted[rank][1]]
-                touched = np.stack([wanted[rank][1][name] for rank in readers])
-                blocks[name] = deal_blocks(touched, readers.index(ranks.rank))
-        ranks.together(lambda: self._reader.verify_blocks(blocks))
-
-    def fill(self, advance: Callable[[int], None]) -> None:
-        """Materialise the deferred tensors, read everything, and set the values."""
-        for part in self._parts:
-            if isinstance(part.owner, torch.nn.Module) and is_deferred(part.owner):
-                self._materialize(part)
-        targets = (target() if isinstance(target, partial) else target for target in self._targets)
-        self._reader.fill(
-            zip(self._segments, targets, strict=True),
-            advance,
-            verify=self.reading.verify == "data" and self.overwrite,
-        )
-        for part, leaf, value in self._objects:
-            put(part.state, leaf.path, value)
-        for part in self._parts:
-            part.finish()
-
-    def _materialize(self, part: _Part) -> None:
-        missing = {name for name in part.leaves if part.start + name in self._missing}
-        materialize_module(
-            part.owner,
-            device=self.device,
-            shard=self.shard,
-            uninitialized=part.leaves.keys() - missing,
-            leave_deferred=() if self.initialize_missing else missing,
-        )
-        part.renew()
+def _verify(reader: ChunkReader, segments: Sequence[Segment], ranks: Group) -> None:
+    """Verify what any rank reads; a block that several ranks of a host read, on one of them."""
+    wanted = ranks.together(lambda: (reader.folder.identity, reader.blocks_of(segments)))
+    identity, blocks = wanted[ranks.rank]
+    if identity:
+        alike = [rank for rank, (other, _) in enumerate(wanted) if other == identity]
+        for name in blocks:
+            readers = [rank for rank in alike if name in wanted[rank][1]]
+            touched = np.stack([wanted[rank][1][name] for rank in readers])
+            blocks[name] = deal_blocks(touched, readers.index(ranks.rank))
+    ranks.together(lambda: reader.verify_blocks(blocks))
 
 
-def _box_of(slices: tuple[slice, ...], shape: torch.Size) -> Box:
-    full = (*slices, *(slice(None),) * (len(shape) - len(slices)))
-    ranges = [range(*item.indices(size)) for item, size in zip(full, shape, strict=True)]
-    return Box(tuple(r.start for r in ranges), tuple(map(len, ranges)))
-
-
-def _inside(tensor: torch.Tensor, box: Box, inner: Box) -> torch.Tensor:
-    """Return the part ``inner`` of a tensor that holds ``box``, without a class
-    of its own.
+def _execute(
+    plan: LoadPlan, reader: ChunkReader, advance: Callable[[int], None], verify: bool
+) -> LoadResult:
+    """Materialise the deferred tensors, read everything, give each object its state, and set the
+    other values.
     """
-    if type(tensor) not in ORDINARY:
-        tensor = tensor.detach().as_subclass(torch.Tensor)
-    return tensor if inner == box else tensor[within(inner, box)]
+    owners = [part for part in plan.parts if part.owner is not None]
+    for part in owners:
+        if isinstance(part, ModulePart) and is_deferred(part.owner):
+            _materialize(part, plan)
+    targets = (target() if isinstance(target, partial) else target for target in plan.targets)
+    reader.fill(zip(plan.segments, targets, strict=True), advance, verify=verify)
+    missing, unexpected = [*plan.missing], [*plan.unexpected]
+    for index, part in enumerate(owners):
+        try:
+            found = plan.give(part)
+        except _PASSED_ON:
+            raise
+        except Exception as error:
+            raise MismatchError(_failure(plan, owners, index, error)) from error
+        missing += [f"{part.start}{name}" for name in getattr(found, "missing_keys", ())]
+        unexpected += [f"{part.start}{name}" for name in getattr(found, "unexpected_keys", ())]
+    for path, value in plan.rest.values.items():
+        put(plan.rest.state, path, value)
+    return LoadResult([*dict.fromkeys(missing)], [*dict.fromkeys(unexpected)])
 
 
-def _identities(leaf: Leaf) -> set[Any]:
-    """Return what two leaves have in common if they are one tensor."""
-    if not isinstance(leaf.value, torch.Tensor):
-        return set()
-    local = getattr(leaf.value, "_local_tensor", leaf.value)
-    memory = memory_of(local) if _torch.sharding_of(local) == "plain" else None
-    return {id(leaf.value), memory or id(leaf.value)}
+def _failure(plan: LoadPlan, owners: Sequence[Part], index: int, error: Exception) -> str:
+    """Say what an object refused, and what the load leaves."""
+    part, after = owners[index], owners[index + 1 :]
+    filled = [one.label for one in after if {*one.taken.values()} - one.memory.keys()]
+    changed = [*(one.label for one in owners[:index]), *filled]
+    if plan.rest.taken:
+        changed.append("the tensors of the state")
+    kept = [one.label for one in after if one.label not in filled]
+    if plan.rest.values:
+        kept.append("the other values")
+    left = f"; loaded: {', '.join(changed)}" if changed else ""
+    left += f"; as before: {', '.join(kept)}" if kept else ""
+    return (
+        f"{plan.location}: load_state_dict() of {part.label} refused what the checkpoint has "
+        f"({type(error).__name__}: {error}), and may have taken a part of it{left}"
+    )
 
 
-def _listed(keys: list[str]) -> str:
-    shown = ", ".join(map(repr, keys[:_SHOWN]))
-    return shown if len(keys) <= _SHOWN else f"{shown} and {len(keys) - _SHOWN} more"
+def _materialize(part: ModulePart, plan: LoadPlan) -> None:
+    missing = {name for name in part.leaves if f"{part.start}{name}" in plan.missing}
+    keeps = plan.request.initialize_missing
+    absent = part.leaves.keys() - {*part.taken.values()}
+    materialize_module(
+        part.owner,
+        device=plan.request.device,
+        shard=plan.request.shard,
+        uninitialized=part.leaves.keys() - missing - {name for name in absent if part.is_own(name)},
+        leave_deferred=() if keeps else {name for name in missing if not part.is_own(name)},
+    )
+    part.renew()
 
 
 def verify(path: Path, *, threads: int | None = None, progress: Progress = False) -> bool:

@@ -1,22 +1,19 @@
-"""The state dict that an optimizer gets from a checkpoint, made without a step."""
+"""What is particular to the state of optimizers: its parts belong to numbered parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from torchrelay.checkpoint._state import SUBCLASS, Index, flatten, insert, key_of, leaf_path
-from torchrelay.checkpoint._tensors import is_waiting
+from torchrelay.checkpoint._parts import OptimizerPart
+from torchrelay.checkpoint._state import relative_path
 from torchrelay.checkpoint._types import Manifest
-from torchrelay.errors import DeferredError, MismatchError, UnsupportedError
+from torchrelay.errors import MismatchError
 
-__all__ = ["fitted", "may_lack"]
-
-# "state" or "param_groups", the number of a parameter or group, a name, and what leads on from
-# there; or an entry of "state" that is not of a parameter.
-Entry = tuple[Any, ...]
+__all__ = ["check_state", "known_sections", "may_lack", "numbered"]
 
 # Options of groups that schedulers add, and those of named parameters.
 _ADDED = {
@@ -28,93 +25,31 @@ _ADDED = {
     "max_momentum",
     "param_names",
 }
+# Optimizers of torch whose state has other shapes than the parameters.
+_OTHER_SHAPES = ("LBFGS", "Adafactor", "Muon")
 
 
-def fitted(
-    optimizer: torch.optim.Optimizer, state: dict[str, Any], manifest: Manifest, start: str
-) -> dict[str, Any]:
-    """Return the state dict to load into ``optimizer``: with the entries that the checkpoint has.
+def known_sections(part: OptimizerPart) -> set[str]:
+    """Return the sections of a state dict that the optimizer can use: any, if it has code of its
+    own.
+    """
+    return _Any() if part.own_code else {"state", "param_groups", *part.state}
 
-    Tensors that are in ``state``, the optimizer's own, are reused; others are created,
-    uninitialised and sharded as their parameters. Options of a group that the checkpoint lacks
-    stay; the state of a parameter that it lacks is left out, as for parameters that never had a
-    gradient.
 
-    Args:
-        start: what the keys of the optimizer begin with in the checkpoint.
+class _Any(set[Any]):
+    def __contains__(self, item: object) -> bool:
+        return True
+
+
+def numbered(part: OptimizerPart, manifest: Manifest) -> dict[int, torch.Tensor]:
+    """Return the parameters by their numbers in the checkpoint.
 
     Raises:
-        DeferredError: the state is to be made for a deferred parameter.
-        MismatchError: the checkpoint is of an optimizer with other groups or parameters.
-        UnsupportedError: the state is to be made of a tensor subclass.
+        MismatchError: the groups have other parameters there.
     """
-    parameters = _parameters(optimizer, manifest, start)
-    paths = _paths(manifest, start)
-    own = {start + key: leaf.value for key, leaf in flatten(state).items()}
-    groups: list[dict[str, Any]] = [{} for _ in state["param_groups"]]
-    result: dict[str, Any] = {**state, "state": {}, "param_groups": groups}
-    kinds = {key: key in manifest.tensors for key, path in paths.items() if path[0] == "state"}
-    is_alike = kinds == {
-        key: isinstance(value, torch.Tensor)
-        for key, value in own.items()
-        if key.startswith(f"{start}state.")
-    }
-    if is_alike:
-        result["state"] = state["state"]
-    for key, path in paths.items():
-        _check_place(optimizer, path, parameters, start)
-        if not (is_alike and path[0] == "state"):
-            value = own.get(key)
-            if not (isinstance(value, torch.Tensor) and key in manifest.tensors):
-                value = _blank(key, manifest, parameters.get(path[1]) if key in kinds else None)
-            insert(result, path, value)
-    result["param_groups"] = [
-        {**group, **saved} for group, saved in zip(state["param_groups"], groups, strict=True)
-    ]
-    return result
-
-
-def _check_place(
-    optimizer: torch.optim.Optimizer, path: Entry, parameters: Mapping[Any, Any], start: str
-) -> None:
-    section, place = path[:2]
-    here, what = (
-        (range(len(optimizer.param_groups)), "groups of parameters")
-        if section == "param_groups"
-        else (parameters, "parameters")
-    )
-    if isinstance(place, int) and place not in here:
-        raise MismatchError(
-            f"{start}{section}.{place}: the checkpoint has it, and this "
-            f"{type(optimizer).__name__} has {len(here)} {what}"
-        )
-
-
-def may_lack(optimizer: torch.optim.Optimizer, key: str, manifest: Manifest, start: str) -> bool:
-    """Return whether a complete checkpoint of ``optimizer`` may lack ``key``: an option of a group
-    that a scheduler or a newer torch has added, as the checkpoint is of the same kind of optimizer.
-    """
-    section, _, rest = key.removeprefix(start).partition(".")
-    index, _, name = rest.partition(".")
-    if section != "param_groups" or not index.isdigit():
-        return False
-    group = f"{start}param_groups.{index}."
-    saved = {
-        one.removeprefix(group).partition(".")[0]
-        for one in (*manifest.objects, *manifest.tensors)
-        if one.startswith(group)
-    }
-    others = saved - optimizer.param_groups[int(index)].keys() - _ADDED
-    return "params" in saved and (name not in optimizer.defaults or not others)
-
-
-def _parameters(
-    optimizer: torch.optim.Optimizer, manifest: Manifest, start: str
-) -> dict[int, torch.Tensor]:
-    """Return the parameters by their numbers in the checkpoint."""
     found: dict[int, torch.Tensor] = {}
-    for index, group in enumerate(optimizer.param_groups):
-        key = f"{start}param_groups.{index}.params"
+    for index, group in enumerate(part.owner.param_groups):
+        key = f"{part.start}param_groups.{index}.params"
         numbers = manifest.objects.get(key)
         if numbers is None:  # reported as missing
             continue
@@ -128,51 +63,80 @@ def _parameters(
                 f"{key}: the group has {len(numbers)} parameters in the checkpoint and "
                 f"{len(group['params'])} here"
             )
+        names = manifest.objects.get(f"{part.start}param_groups.{index}.param_names")
+        here = group.get("param_names")
+        if isinstance(names, list) and here and names != here and {*names} & {*here}:
+            place = next(
+                n for n, pair in enumerate(zip(names, here, strict=False)) if len({*pair}) > 1
+            )
+            raise MismatchError(
+                f"{key}: parameter {place} is {names[place]!r} in the checkpoint and "
+                f"{here[place]!r} here; make the optimizer with the parameters in the same order"
+            )
         found.update(zip(numbers, group["params"], strict=True))
     return found
 
 
-def _paths(manifest: Manifest, start: str) -> dict[str, Entry]:
-    """Return the paths of the keys of the checkpoint, from the optimizer on."""
-    found: dict[str, Entry] = {}
-    for key in (*manifest.objects, *manifest.tensors):
-        if key.startswith((f"{start}state.", f"{start}param_groups.")):
-            path = leaf_path(manifest.paths.get(key, ()))
-            depths = (
-                n for n in range(len(path) - 1) if key_of(path[:n]) == start.removesuffix(".")
+def check_state(
+    part: OptimizerPart, manifest: Manifest, keys: Sequence[str], location: str
+) -> None:
+    """Compare the state in the checkpoint with the parameters here.
+
+    Raises:
+        MismatchError: it has more groups or parameters, or is of parameters of other shapes.
+    """
+    shapes: dict[Any, dict[int, tuple[int, ...]]] = defaultdict(dict)
+    for key in keys:
+        path = part.path(relative_path(manifest.paths.get(key, ()), key, part.start))
+        section, place = (*path, None)[:2]
+        if section == "param_groups":
+            here: Any = range(len(part.owner.param_groups))
+        elif section == "state":
+            here = part.parameters
+        else:
+            continue
+        if isinstance(place, int) and place not in here:
+            what = "parameters" if section == "state" else "groups of parameters"
+            raise MismatchError(
+                f"{key}: the checkpoint has it, and this {type(part.owner).__name__} has "
+                f"{len(here)} {what}"
             )
-            depth = next(depths, None)
-            section, place, *rest = (
-                key.removeprefix(start).split(".") if depth is None else path[depth:]
+        shape = _saved_shape(manifest, key, path)
+        if section == "state" and isinstance(place, int) and shape:
+            shapes[path[2:]][place] = shape
+    kind = type(part.owner)
+    is_like = kind.__module__.startswith("torch.optim") and kind.__name__ not in _OTHER_SHAPES
+    for name, saved in shapes.items():
+        own = {place: tuple(part.parameters[place].shape) for place in saved}
+        if saved != own and (is_like or Counter(saved.values()) == Counter(own.values())):
+            place = next(place for place in saved if saved[place] != own[place])
+            raise MismatchError(
+                f"{location}: {part.start}state.{place}.{'.'.join(map(str, name))} has shape "
+                f"{list(saved[place])} in the checkpoint, and parameter {place} here "
+                f"{list(own[place])}; make the optimizer with the parameters of the saved one, in "
+                "the same order"
             )
-            if str(place).isdigit():
-                place = int(place) if section == "state" else Index(place)
-            if rest or section == "state":
-                found[key] = (section, place, *rest)
-    return found
 
 
-def _blank(key: str, manifest: Manifest, parameter: torch.Tensor | None) -> Any:
-    """Return what a leaf of the checkpoint is read into; None for values, which replace it."""
-    if key.endswith(f".{SUBCLASS}"):
-        raise UnsupportedError(
-            f"{key}: the checkpoint has a tensor subclass in the state of an optimizer; make the "
-            "state before load(), by a step"
-        )
+def _saved_shape(manifest: Manifest, key: str, path: tuple[Any, ...]) -> tuple[int, ...]:
+    """Return the shape of a tensor of a parameter's state; () for what has none."""
     entry = manifest.tensors.get(key)
-    if entry is None:
-        return None
-    if parameter is not None and is_waiting(parameter):
-        raise DeferredError(
-            f"{key}: the parameter of the optimizer is deferred; load the module first, then make "
-            "and load the optimizer"
-        )
-    dtype: torch.dtype = getattr(torch, entry.dtype.name)
-    if parameter is None or not entry.shape:
-        return torch.empty(
-            entry.shape, dtype=dtype, device="cpu"
-        )  # load_state_dict() moves it to its device
-    with torch.no_grad():
-        if entry.shape == tuple(parameter.shape):
-            return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-        return parameter.new_empty(entry.shape, dtype=dtype)
+    return entry.shape if entry is not None and len(path) == 3 else ()
+
+
+def may_lack(part: OptimizerPart, key: str, manifest: Manifest) -> bool:
+    """Return whether a complete checkpoint of an optimizer may lack ``key``: an option of a group
+    that a scheduler or a newer torch has added, as the checkpoint is of the same kind of optimizer.
+    """
+    section, _, rest = key.removeprefix(part.start).partition(".")
+    index, _, name = rest.partition(".")
+    if section != "param_groups" or not index.isdigit():
+        return False
+    group = f"{part.start}param_groups.{index}."
+    saved = {
+        one.removeprefix(group).partition(".")[0]
+        for one in (*manifest.objects, *manifest.tensors)
+        if one.startswith(group)
+    }
+    others = saved - part.owner.param_groups[int(index)].keys() - _ADDED
+    return "params" in saved and (name not in part.owner.defaults or not others)

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
 from torchrelay import _torch
+from torchrelay.checkpoint._subclasses import SUBCLASS, parts_of
 from torchrelay.checkpoint._types import MAX_DEPTH, StatePath
 from torchrelay.checkpoint._values import decode
 from torchrelay.errors import ArgumentError, CorruptionError
 
 __all__ = [
     "ORDINARY",
-    "SUBCLASS",
     "Index",
     "Leaf",
-    "Subclass",
     "check_put",
     "flatten",
     "insert",
@@ -26,11 +24,11 @@ __all__ = [
     "key_of",
     "leaf_path",
     "put",
+    "relative_path",
 ]
 
 _MAX_GAP = 1_000_000  # items that a list may lack before the one that a path leads to
 ORDINARY = (torch.Tensor, torch.nn.Parameter)  # tensors that are neither deferred nor sharded
-SUBCLASS = "$subclass"  # after the key of a tensor that is stored by its parts: its class
 
 
 class Index(int):
@@ -47,21 +45,6 @@ class Leaf(NamedTuple):
     def is_empty(self) -> bool:
         """Return whether it stands for an empty dictionary."""
         return isinstance(self.value, Mapping) and not self.value
-
-
-@dataclass(frozen=True)
-class Subclass:
-    """The class of a tensor that is stored by its parts, and what it needs beside them.
-
-    A load compares it; it never replaces it.
-    """
-
-    name: str
-    context: Any
-
-    @property
-    def value(self) -> dict[str, Any]:
-        return {"class": self.name, "context": self.context}
 
 
 def is_stateful(value: Any) -> bool:
@@ -126,15 +109,10 @@ def _visit(
         )
     if isinstance(value, torch.Tensor):
         value = _torch.waited(value)
-        is_plain = _torch.sharding_of(value) == "plain" and not value.is_nested
-        parts = _torch.parts_of(value) if is_plain else None
+        parts = parts_of(key, value)
         if parts is not None:
-            names, context = parts
-            kind = type(value)
-            described = Subclass(f"{kind.__module__}.{kind.__qualname__}", context)
-            _visit(found, (*path, SUBCLASS), f"{key}.{SUBCLASS}", described, expand)
-            for name in names:
-                _visit(found, (*path, name), f"{key}.{name}", getattr(value, name), expand)
+            for name, part in parts.items():
+                _visit(found, (*path, name), f"{key}.{name}", part, expand)
             return
     elif is_stateful(value):
         if expand:
@@ -182,6 +160,23 @@ def leaf_path(path: StatePath) -> tuple[Any, ...]:
         else (Index(step) if type(step) is int else step)
         for step in path
     )
+
+
+def relative_path(path: StatePath, key: str, start: str) -> tuple[Any, ...]:
+    """Return the path of a leaf without what leads to ``start``, with which ``key`` begins."""
+    left, steps = start, leaf_path(path) or (key,)
+    for index, step in enumerate(steps):
+        if not left:
+            return steps[index:]
+        if not f"{step}.".startswith(left):
+            if not left.startswith(f"{step}."):
+                break
+            left = left.removeprefix(f"{step}.")
+        elif f"{step}." != left:
+            return (str(step).removeprefix(left), *steps[index + 1 :])
+        else:
+            left = ""
+    return (key.removeprefix(start),)
 
 
 def insert(state: dict[Any, Any], path: tuple[Any, ...], value: Any) -> None:

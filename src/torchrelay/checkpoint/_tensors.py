@@ -183,7 +183,15 @@ def tensor_state(key: str, tensor: torch.Tensor) -> TensorState:
         dtype = dtype_of(key, tensor)
         kind = _torch.sharding_of(tensor)
         if kind != "plain":
-            return (_distributed if kind == "dtensor" else _sharded)(key, tensor, dtype)
+            try:
+                return (_distributed if kind == "dtensor" else _sharded)(key, tensor, dtype)
+            except UnsupportedError:
+                raise
+            except NotImplementedError as error:  # by the class of the local tensor
+                raise UnsupportedError(
+                    f"{key}: a checkpoint cannot hold this {type(tensor).__name__}: the class of "
+                    f"its local tensor lacks what a save needs ({error})"
+                ) from error
     elif tensor.dtype not in _DTYPES:
         dtype_of(key, tensor)  # raises
     return TensorState(_whole(tensor.dtype, tensor.shape), (tensor,))
