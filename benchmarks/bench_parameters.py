@@ -92,11 +92,11 @@ def local(rounds: int, repeats: int) -> Result:
 
         return in_turns(
             {
-                "pull": lambda: table.worker.pull(keys, out),
+                "pull": lambda: table.pull(keys, out),
                 "index_select": lambda: torch.index_select(weight, 0, keys, out=out),
-                "push": lambda: table.worker.push(keys, values),
+                "push": lambda: table.push(keys, values),
                 "index_add": lambda: weight.index_add_(0, keys, values),
-                "set": lambda: table.worker.set(keys, values),
+                "set": lambda: table.set(keys, values),
                 "index_copy": lambda: weight.index_copy_(0, keys, values),
                 "memcpy": lambda: out.copy_(values),
                 "train_ours": train_ours,
@@ -168,15 +168,15 @@ def _accesses(table: Table, theirs: Tensor) -> Calls:
     values, into = torch.ones(BATCH, DIM), torch.empty(BATCH, DIM)
     one, one_into = keys[:1].clone(), torch.empty(1, DIM)
     before = table.pull(keys)
-    table.worker.push(keys, values)
+    table.push(keys, values)
     repeated = (keys[:, None] == keys[None, :]).sum(1, keepdim=True)
     assert torch.equal(table.pull(keys), before + repeated)
     values.zero_()
     far = table.clock + 1_000_000  # so far ahead that nothing moves
     return {
-        "pull": lambda: table.worker.pull(keys, into),
-        "push": lambda: table.worker.push(keys, values),
-        "one key": lambda: table.worker.pull(one, one_into),
+        "pull": lambda: table.pull(keys, into),
+        "push": lambda: table.push(keys, values),
+        "one key": lambda: table.pull(one, one_into),
         "intent": lambda: table.intent(keys, far),
     }
 
@@ -268,11 +268,10 @@ def _measure(calls: Calls, mine: int, rounds: int, repeats: int) -> Result:
 
 def _relocate(table: Table, keys: Tensor) -> float:
     """Seconds until ``keys``, announced now, are all here."""
-    values = torch.empty(len(keys), DIM)
     dist.barrier()
     started_s = time.perf_counter()
     table.intent(keys, table.clock, table.clock + 1)
-    while not table.worker.pull_if_local(keys, values):
+    while not table.is_local(keys):
         time.sleep(0.0002)
     seconds = time.perf_counter() - started_s
     dist.barrier()

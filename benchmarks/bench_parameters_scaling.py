@@ -24,7 +24,9 @@ from report import table, write
 
 from torchrelay import config
 from torchrelay.demo.triples import Graph
-from torchrelay.parameters import Server, Topology, Worker
+from torchrelay.parameters._server import Server
+from torchrelay.parameters._topology import Topology
+from torchrelay.parameters._worker import Worker
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 import parameters_kge

@@ -37,8 +37,10 @@ import torch
 import torch.distributed as dist
 
 from torchrelay import _native, config
-from torchrelay.parameters import AccessHandle, Server, Topology, UpdateRule, Worker
-from torchrelay.parameters._topology import topology_of
+from torchrelay.parameters import UpdateRule
+from torchrelay.parameters._server import Server
+from torchrelay.parameters._topology import Topology, topology_of
+from torchrelay.parameters._worker import AccessHandle, Worker
 from torchrelay.world import Ranks
 
 Keys = np.ndarray[Any, np.dtype[np.int64]]

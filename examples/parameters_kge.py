@@ -214,9 +214,7 @@ def main() -> None:
         techniques=options.techniques,
         node_of_rank=(lambda rank: rank) if options.node_per_process else None,
     ) as table:
-        table.server.enable_sampling_support(
-            "local", max=len(graph.entities), seed=table.worker_index
-        )
+        table.enable_sampling_support("local", max=len(graph.entities), seed=table.worker_index)
         embedding = Embedding(rows, 2 * options.dim, table=table)
         batches = Batches(graph, table.worker_index, table.workers, options.epochs)
         loader = batches if options.no_intents else IntentLoader(batches, Batch.keys, table=table)

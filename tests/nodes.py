@@ -10,9 +10,20 @@ from typing import Any
 import torch
 
 from torchrelay import _native, config
-from torchrelay.parameters import Server, Topology, Worker
+from torchrelay.parameters._server import Server
+from torchrelay.parameters._topology import Topology
+from torchrelay.parameters._worker import Worker
 
-__all__ = ["FAULTY", "SETTINGS", "in_threads", "on_nodes", "pulled"]
+__all__ = [
+    "FAULTY",
+    "SETTINGS",
+    "Server",
+    "Topology",
+    "Worker",
+    "in_threads",
+    "on_nodes",
+    "pulled",
+]
 
 SETTINGS = dataclasses.replace(config.load(config.Parameters), timeout_s=60.0)
 FAULTY: dict[str, Any] = {"max_delay_s": 0.002, "duplicate_probability": 0.2, "seed": 1}

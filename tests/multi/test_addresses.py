@@ -55,8 +55,8 @@ def _train(world: World, hosts: Hosts, masters: list[str]) -> list[float]:
     optimizer.step()
     with torch.no_grad():
         change = embedding(torch.arange(8)) - before
-    listening = re.findall(r"://(\S+?):\d+", " ".join(table.server.addresses))
-    assert listening, table.server.addresses
+    listening = re.findall(r"://(\S+?):\d+", " ".join(table._server.addresses))
+    assert listening, table._server.addresses
     assert not any(address.startswith(("127.", "[::1]")) for address in listening), listening
     table.close()
     return change[:, 0].tolist()

@@ -30,8 +30,8 @@ PUBLIC = {
     " MPI_LXOR MPI_MAX MPI_MAXLOC MPI_MIN MPI_MINLOC MPI_PROC_NULL MPI_PROD MPI_SUM MPI_UNDEFINED"
     " CartCommunicator Communicator JoinDummies JoinDummiesHandle Located Op WaitHandle backward"
     " chain from_mpi4py grad reset",
-    "parameters": "AccessHandle Embedding EmbeddingBag IntentLoader KeyInit Metrics"
-    " Server Table TableOptimizer TableWeight Topology UpdateRule Worker optim",
+    "parameters": "Embedding EmbeddingBag IntentLoader KeyInit Metrics Table TableOptimizer"
+    " TableWeight UpdateRule optim",
     "parameters.optim": "adagrad adam add rowwise_adagrad sgd",
     "switching": "Client InputSpec ModelStore Region Reply SharedCache StoredModel"
     " Switcher TrainingHandle TrainingTask",

@@ -13,6 +13,7 @@ import torch
 
 __all__ = [
     "CALLERS",
+    "backward_is_of_product",
     "caller_of",
     "is_copying",
     "is_dcp_loading",
@@ -42,6 +43,8 @@ CALLERS = {
     "lazy_materialize": ("torch.nn.parameter", "UninitializedTensorMixin.materialize"),
     # It makes a copy's tensor before the copy's memory.
     "deepcopy": ("torch._tensor", "Tensor.__deepcopy__"),
+    # It has the outputs from which a backward pass starts.
+    "backward": ("torch.autograd.graph", "_engine_run_backward"),
     # It replaces an error by an AssertionError.
     "dcp_load": (
         "torch.distributed.checkpoint.state_dict_loader",
@@ -120,6 +123,31 @@ def parameter_class() -> type[torch.nn.Parameter] | None:
     """Return the class being made, if the caller's caller is ``Parameter.__new__``."""
     frame = frame_of(("parameter",), 2)
     return frame and frame.f_locals["cls"]
+
+
+def backward_is_of_product() -> bool:
+    """Return whether a running backward pass starts from a product with a constant, such as what
+    ``GradScaler.scale`` returns, or from a sum or quotient of those.
+    """
+    found = False
+    for started in sys._current_frames().values():  # the passes of a device have their own threads
+        frame: FrameType | None = started
+        while frame is not None:
+            if frame.f_code.co_name in _BY_FUNCTION and caller_of(frame) == "backward":
+                for root in frame.f_locals["t_outputs"]:  # tensors, or edges of the graph
+                    node = root.grad_fn if isinstance(root, torch.Tensor) else root.node
+                    found |= _is_product(node)
+            frame = frame.f_back
+    return found
+
+
+def _is_product(node: Any) -> bool:
+    name = node.name() if node is not None else ""
+    if name == "MulBackward0":
+        return None in (inner for inner, _ in node.next_functions)
+    return name in ("AddBackward0", "SubBackward0", "DivBackward0") and any(
+        _is_product(inner) for inner, _ in node.next_functions
+    )
 
 
 def is_dcp_loading(frame: FrameType) -> bool:

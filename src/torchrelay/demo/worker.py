@@ -166,7 +166,7 @@ class Job:
         with self.report.timed(f"train {epochs} epochs of {batches.steps} steps"):
             Trainer(model, self.options).train(batches, on_epoch)
             table.sync()
-        if table.server.num_nodes > 1:
+        if table.num_nodes > 1:
             self.report.line(f"entities' embeddings: {table.metrics()}")
         return model.gathered()
 

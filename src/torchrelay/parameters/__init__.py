@@ -5,36 +5,27 @@ that needs it, or replicates it if several do, just in time. It implements "Good
 Adaptive Parameter Management via Intent Signaling" (Renz-Wieland et al., CIKM 2023), NuPS (SIGMOD
 2022) and Lapse (VLDB 2020).
 
-For PyTorch: :class:`Table`, :class:`Embedding`, :class:`EmbeddingBag`, :class:`TableOptimizer`,
-:class:`TableWeight`, :mod:`.optim`, :class:`IntentLoader`, :class:`Metrics`, :class:`KeyInit`.
-Below them: :class:`Server` and :class:`Worker` (with :class:`AccessHandle` and
-:class:`UpdateRule`), which :meth:`Table.create` makes under a launcher (``table.server``,
-``table.worker``), or made by hand over a :class:`Topology`.
+A :class:`Table` is the rows; :class:`Embedding` and :class:`EmbeddingBag` are modules over one.
+:class:`TableOptimizer` steps their :class:`TableWeight`; :class:`IntentLoader` announces the keys
+of coming batches. :mod:`torchrelay.compat.adapm` has AdaPM's own interface.
 """
 
 from torchrelay.parameters import optim
 from torchrelay.parameters._contract import KeyInit, Metrics, UpdateRule
 from torchrelay.parameters._embedding import Embedding, EmbeddingBag
 from torchrelay.parameters._intents import IntentLoader
-from torchrelay.parameters._server import Server
 from torchrelay.parameters._table import Table
-from torchrelay.parameters._topology import Topology
 from torchrelay.parameters._weight import TableOptimizer, TableWeight
-from torchrelay.parameters._worker import AccessHandle, Worker
 
 __all__ = [
-    "AccessHandle",
     "Embedding",
     "EmbeddingBag",
     "IntentLoader",
     "KeyInit",
     "Metrics",
-    "Server",
     "Table",
     "TableOptimizer",
     "TableWeight",
-    "Topology",
     "UpdateRule",
-    "Worker",
     "optim",
 ]

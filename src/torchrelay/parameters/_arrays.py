@@ -2,15 +2,34 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from torchrelay import _native
+from torchrelay import _native, _torch
 from torchrelay.errors import ArgumentError
 
-__all__ = ["DTYPES", "address_of_keys", "address_of_values", "check_finite", "describe", "sum_rows"]
+__all__ = [
+    "DTYPES",
+    "Keys",
+    "address_of_keys",
+    "address_of_values",
+    "check_finite",
+    "check_integers",
+    "check_range",
+    "check_shape",
+    "describe",
+    "is_dense",
+    "keys_of",
+    "sum_rows",
+    "values_of",
+    "whole_number",
+]
+
+Keys = torch.Tensor | np.ndarray[Any, Any] | Sequence[Any] | int
 
 # Those that a table can have, as the native core names them.
 DTYPES: dict[torch.dtype, _native.Dtype] = {
@@ -30,6 +49,108 @@ def describe(array: Any) -> str:
     return type(array).__name__
 
 
+def whole_number(name: str, value: Any, least: int = 0) -> int:
+    """Return ``value`` as an int of at least ``least``. Raises ArgumentError if it is none."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or isinstance(value, bool) or number < least:
+        raise ArgumentError(f"{name} = {value!r}: it must be a whole number of at least {least}")
+    return number
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` has memory with its elements: it is not sparse, on meta, fake, ..."""
+    return (
+        tensor.layout is torch.strided
+        and not tensor.is_meta
+        and not tensor.is_quantized
+        and not _torch.dispatches_itself(tensor)
+    )
+
+
+def _plain(what: str, given: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return ``given``, as a contiguous tensor in CPU memory.
+
+    Args:
+        dtype: of the tensor, if ``given`` is made of lists.
+
+    Raises:
+        ArgumentError: it is not a dense tensor with values, an array, or made of lists of numbers.
+    """
+    if isinstance(given, torch.Tensor):
+        if not is_dense(given):
+            raise ArgumentError(
+                f"{what} must be a dense tensor with values of its own, not a {describe(given)} "
+                f"on {given.device} ({given.layout})"
+            )
+        return given.detach().cpu().contiguous().resolve_conj().resolve_neg()
+    try:
+        array = np.asarray(given)
+        if not isinstance(given, np.ndarray) and not array.size and dtype is None:
+            array = array.astype(np.int64)  # of lists without numbers
+        native = array.dtype.newbyteorder("=")
+        tensor = torch.from_numpy(np.require(array, native, ["C", "W"]))
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ArgumentError(
+            f"{what} must be a tensor, an array, or lists of numbers, not a {describe(given)}: "
+            f"{error}"
+        ) from None
+    return tensor.to(dtype) if dtype and not isinstance(given, np.ndarray) else tensor
+
+
+def check_integers(keys: torch.Tensor) -> None:
+    """Raise ArgumentError unless ``keys`` are integers."""
+    if keys.is_floating_point() or keys.is_complex() or keys.dtype is torch.bool:
+        raise ArgumentError(f"keys are {keys.dtype}; they must be integers")
+
+
+def keys_of(keys: Keys) -> torch.Tensor:
+    """Return the keys of a caller as int64, contiguous, on the CPU. Raises ArgumentError."""
+    found = _plain("keys", keys)
+    check_integers(found)
+    if found.dtype is torch.uint64 and (found.view(torch.int64) < 0).any():
+        raise ArgumentError("keys are uint64, and one is larger than any int64")
+    return found.to(torch.int64)
+
+
+def values_of(values: Any, keys: torch.Tensor, dim: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return the values of a caller for ``keys``, ``(n, dim)``, on the CPU. Raises
+    ArgumentError.
+    """
+    found = _plain("values", values, dtype)
+    check_shape(keys, found, dim)
+    return found.reshape(-1, dim)
+
+
+def check_shape(keys: torch.Tensor, values: torch.Tensor | np.ndarray[Any, Any], dim: int) -> None:
+    """Raise ArgumentError unless ``values`` has a row for each key."""
+    if not isinstance(values, torch.Tensor | np.ndarray):
+        raise ArgumentError(f"out must be a tensor, not {describe(values)}")
+    if tuple(values.shape) != (*keys.shape, dim):
+        raise ArgumentError(
+            f"values of shape {tuple(values.shape)} for keys of shape {tuple(keys.shape)}: they "
+            f"must have the shape {(*keys.shape, dim)}"
+        )
+
+
+def check_range(keys: torch.Tensor, num_keys: int) -> None:
+    """Raise ArgumentError if a key is out of range, with its index in ``keys``.
+
+    Args:
+        num_keys: 0 if keys are created at first use, from any range.
+    """
+    bad = ((keys < 0) | (keys >= num_keys)).nonzero()
+    if num_keys and len(bad):
+        index = tuple(bad[0].tolist())
+        where = f"keys[{', '.join(map(str, index))}]" if index else "key"
+        raise ArgumentError(
+            f"{where} = {int(keys[index])} is out of range: this table has the keys 0 to "
+            f"{num_keys - 1}; nothing was read or written"
+        )
+
+
 def _check(array: Any, dtype: torch.dtype, what: str) -> tuple[int, int]:
     """Return address and number of elements of a contiguous CPU array of ``dtype``."""
     is_tensor = isinstance(array, torch.Tensor)
@@ -43,13 +164,11 @@ def _check(array: Any, dtype: torch.dtype, what: str) -> tuple[int, int]:
             f"{what} must be {dtype}, not a {describe(array)}; nothing was read or written"
         )
     if is_tensor and not (
-        array.is_cpu
-        and array.layout is torch.strided
-        and not array.is_neg()
-        and not array.is_conj()
+        array.is_cpu and is_dense(array) and not array.is_neg() and not array.is_conj()
     ):
         raise ArgumentError(
-            f"{what} must be a plain tensor in CPU memory, not on {array.device} ({array.layout})"
+            f"{what} must be a plain tensor in CPU memory, not a {describe(array)} on "
+            f"{array.device} ({array.layout})"
         )
     if not (array.is_contiguous() if is_tensor else array.flags.c_contiguous):
         strides = array.stride() if is_tensor else array.strides

@@ -8,13 +8,14 @@ it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from torchrelay import _torch
 from torchrelay.errors import MismatchError
+from torchrelay.parameters._arrays import describe, is_dense
 
 if TYPE_CHECKING:
     from torchrelay.parameters._table import Table
@@ -74,7 +75,7 @@ def shard_of(table: Table) -> RowShard:
     table.sync()
     start, end = key_range(table.num_keys, table.worker_index, table.workers)
     shard = RowShard.of(rows_of(table, start, end), start, table.num_keys)
-    table.worker.barrier()
+    table._open_worker.barrier()
     return shard
 
 
@@ -82,7 +83,7 @@ def rows_of(table: Table, start: int, end: int) -> torch.Tensor:
     """Return the rows of the keys [``start``, ``end``), ``(n, row_length)``. Not collective."""
     everything = torch.empty(end - start, table.row_length, dtype=table.dtype, device="cpu")
     for keys, rows in _pieces(start, everything):
-        table.worker.pull_rows(keys, rows)
+        table._open_worker.pull_rows(keys, rows)
     return everything
 
 
@@ -92,9 +93,9 @@ def load_rows(table: Table, state: dict[str, Any]) -> None:
     Raises:
         MismatchError: the state of some process does not fit; on every process.
     """
+    _refuse_together(table, _misfit(table, state))
     values_only = "rows" not in state
     given = state["weight" if values_only else "rows"]
-    _refuse_together(table, _misfit(table, given, values_only))
     table.sync()  # earlier pushes are not applied to the new rows
     start, end = key_range(table.num_keys, table.worker_index, table.workers)
     mine = (
@@ -102,13 +103,14 @@ def load_rows(table: Table, state: dict[str, Any]) -> None:
         if isinstance(given, RowShard)
         else given.detach()[start:end].to("cpu", table.dtype)
     )
+    write = table._open_worker.set if values_only else table._open_worker.set_rows
     for keys, rows in _pieces(start, mine.contiguous()):
-        (table.worker.set if values_only else table.worker.set_rows)(keys, rows)
+        write(keys, rows)
     table.sync()
 
 
 def _refuse_together(table: Table, problem: str | None) -> None:
-    server = table.server
+    server = table._open_worker.server
     problems = server.topology.gather(
         f"{server.table}/loads/{next(server.loads)}",
         problem,
@@ -119,8 +121,20 @@ def _refuse_together(table: Table, problem: str | None) -> None:
         raise MismatchError("; ".join(dict.fromkeys(text for text in problems if text)))
 
 
-def _misfit(table: Table, given: torch.Tensor, values_only: bool) -> str | None:
-    """Return why ``given`` is not the state of ``table``, or not this process's share of it."""
+def _misfit(table: Table, state: Any) -> str | None:
+    """Return why ``state`` is not that of ``table``, or not this process's share of it."""
+    names = [name for name in ("rows", "weight") if isinstance(state, Mapping) and name in state]
+    if not names:
+        return "the state of a table is a dict with its 'rows', or the 'weight' of an nn.Embedding"
+    given = state[names[0]]
+    if not isinstance(given, RowShard) and not (
+        isinstance(given, torch.Tensor) and is_dense(given)
+    ):
+        return f"{names[0]} must be a dense tensor with values of its own, not a {describe(given)}"
+    return _misfit_of(table, given, values_only=names[0] == "weight")
+
+
+def _misfit_of(table: Table, given: torch.Tensor, values_only: bool) -> str | None:
     if values_only:
         if tuple(given.shape) != (table.num_keys, table.dim):
             return (

@@ -12,6 +12,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torchrelay import _native
 from torchrelay.errors import ArgumentError
@@ -70,9 +71,62 @@ class KeyInit:
         _check_kind("init", self.kind, _native.InitKind)
 
 
+# What torch's optimizers call options that a table's rules do not have, with the values that
+# change nothing; None and False mean the same.
+_WITHOUT: dict[str, Any] = {
+    "momentum": 0,
+    "dampening": 0,
+    "nesterov": False,
+    "maximize": False,
+    "amsgrad": False,
+    "decoupled_weight_decay": False,
+    "lr_decay": 0,
+    "foreach": False,
+    "fused": False,
+    "capturable": False,
+    "differentiable": False,
+}
+# What steps read, and what torch adds: rates that schedulers remember, and names of parameters.
+_KEPT_BY_TORCH = frozenset(
+    ("lr", "params", "param_names", "initial_lr", "max_lr", "min_lr", "swa_lr")
+)
+
+
+def check_options(table: str, rule: UpdateRule, group: Mapping[str, Any]) -> None:
+    """Raise ArgumentError unless a parameter group has a valid ``lr``, and no option by which
+    ``rule`` would not apply gradients.
+    """
+    check_number(f"table {table!r}: learning rate lr", group["lr"])
+    own = _WITHOUT | {"weight_decay": rule.weight_decay}
+    if rule.kind.endswith("adagrad"):
+        own |= {"eps": rule.eps, "initial_accumulator_value": rule.initial_accumulator}
+    elif rule.kind == "adam":
+        own |= {"eps": rule.eps, "betas": (rule.beta1, rule.beta2)}
+    for name, value in group.items():
+        is_label = name not in own and isinstance(value, str)
+        if name not in _KEPT_BY_TORCH and not is_label and not _means(value, own.get(name, ...)):
+            raise ArgumentError(
+                f"table {table!r}: {name} = {value!r} in a group of its optimizer has no effect: "
+                f"apart from lr, the table applies gradients as its own optimizer, {rule}. Choose "
+                "it when the table is created, e.g. optimizer=optim.sgd(0.1, weight_decay=0.01)"
+            )
+
+
+def _means(value: Any, own: Any) -> bool:
+    value = tuple(value) if isinstance(value, list) else value
+    try:
+        return bool((value or 0) == (own or 0))
+    except (TypeError, ValueError, RuntimeError):  # of tensors and arrays of several elements
+        return False
+
+
 def check_number(name: str, value: float, limit: float = math.inf) -> None:
     """Raise ArgumentError unless ``value`` is from 0 to less than ``limit``."""
-    if not 0 <= value < limit:
+    try:
+        is_valid = bool(0 <= value < limit)
+    except (TypeError, ValueError, RuntimeError):  # of other types; of tensors of several elements
+        is_valid = False
+    if not is_valid:
         raise ArgumentError(
             f"{name} = {value}: it must be finite and not negative"
             f"{'' if limit == math.inf else f', below {limit:g}'}"

@@ -10,14 +10,17 @@ import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn import functional
 from typing_extensions import Self, Unpack
 
 from torchrelay import _torch
+from torchrelay.deferred import is_deferred, materialize_tensor
 from torchrelay.errors import ArgumentError, MismatchError, UnsupportedError
 from torchrelay.parameters import _checkpoint
+from torchrelay.parameters._arrays import describe
 from torchrelay.parameters._contract import KeyInit
 from torchrelay.parameters._lookup import Lookup, look_up
 from torchrelay.parameters._table import Table, TableOptions
@@ -66,6 +69,8 @@ class _TableModule(nn.Module):
         shape = num_embeddings, embedding_dim
         if rows is not None and tuple(rows.shape) != shape:
             raise ArgumentError(f"the given rows are {tuple(rows.shape)}, not {shape}")
+        if rows is not None and is_deferred(rows):
+            rows = materialize_tensor(rows)
         self.padding_idx = None if padding_idx is None else padding_idx % num_embeddings
         self.max_norm, self.norm_type = max_norm, norm_type
         self.scale_grad_by_freq, self.sparse = scale_grad_by_freq, sparse
@@ -92,10 +97,12 @@ class _TableModule(nn.Module):
             )
         self.register_parameter("weight", table.weight)
         self._lookup = Lookup(table, self.padding_idx, max_norm, norm_type, scale_grad_by_freq)
-        if rows is not None:
-            table.load_state_dict({"weight": rows})
-        elif self.owns_table:
-            self._zero_padding()
+        with _torch.plain_torch():  # a table has memory, also inside deferred_init
+            if rows is not None:
+                table.load_state_dict({"weight": rows})
+            elif self.owns_table:
+                self._zero_padding()
+                table.sync()
 
     @classmethod
     def from_pretrained(cls, embeddings: Tensor, *args: Any, **options: Any) -> Self:
@@ -116,13 +123,13 @@ class _TableModule(nn.Module):
         return module
 
     def to_torch(self) -> Any:
-        """Return a module of torch's class with a copy of the rows.
+        """Return a module of torch's class with a copy of the rows, in the weight's dtype.
 
         A module over a table can load its state dict.
         """
-        rows = self.table.pull(torch.arange(self.num_embeddings, device="cpu"))
+        rows = self.table.pull(np.arange(self.num_embeddings))
         arguments = {name: getattr(self, name) for name in self.counterpart.__constants__}
-        module = self.counterpart(**arguments, _weight=rows)
+        module = self.counterpart(**arguments, _weight=rows.to(self.table.lookup_dtype))
         module.weight.requires_grad_(self.weight.requires_grad)
         return module
 
@@ -142,28 +149,27 @@ class _TableModule(nn.Module):
         start, end = _checkpoint.key_range(
             self.num_embeddings, self.table.worker_index, self.table.workers
         )
-        rows = torch.empty(end - start, self.embedding_dim, dtype=self.table.dtype, device="cpu")
         # The processes' generators may have the same seed, and must not draw the same rows.
         seed = (
             int(torch.empty((), dtype=torch.int64, device="cpu").random_())
             + self.table.worker_index
         )
-        generator = torch.Generator(rows.device).manual_seed(seed)
-        init = self.table.server.init
+        init = self.table._open_worker.server.init
         fill = {"uniform": nn.init.uniform_, "normal": nn.init.normal_}.get(init.kind)
-        rows = fill(rows, init.a, init.b, generator) if fill else rows.fill_(init.a)
+        with _torch.plain_torch():
+            shape, dtype = (end - start, self.embedding_dim), self.table.dtype
+            rows = torch.full(shape, init.a, dtype=dtype, device="cpu")
+            if fill:
+                fill(rows, init.a, init.b, torch.Generator(rows.device).manual_seed(seed))
         self.table.sync()  # earlier pushes are not applied to the new rows
-        self.table.set(torch.arange(start, end, device="cpu"), rows)
+        self.table.set(np.arange(start, end), rows)
         self.table.sync()
         self._zero_padding()
+        self.table.sync()
 
     def _zero_padding(self) -> None:
-        if self.padding_idx is None:
-            return
-        if self.table.worker_index == 0:
-            row = torch.zeros(1, self.table.dim, dtype=self.table.dtype, device="cpu")
-            self.table.set(torch.tensor([self.padding_idx], device="cpu"), row)
-        self.table.sync()
+        if self.padding_idx is not None and self.table.worker_index == 0:
+            self.table.set(self.padding_idx, [0] * self.table.dim)
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -185,19 +191,25 @@ class _TableModule(nn.Module):
             )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Let the weight show the device and dtype that the model was moved to; rows stay."""
+        """Let the weight have the device and dtype that the model was moved to; rows stay."""
 
         def apply(tensor: Tensor) -> Tensor:
             return fn(tensor.stand_in() if isinstance(tensor, TableWeight) else tensor)
 
-        return super()._apply(apply, recurse)  # type: ignore[no-untyped-call]
+        moved = super()._apply(apply, recurse)  # type: ignore[no-untyped-call]
+        self.table.lookup_dtype = self.weight.dtype
+        return moved
 
-    def _look_up(self, keys: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _look_up(self, keys: Any) -> tuple[Tensor, Tensor | None]:
         """Return rows, and where those of ``keys`` are among them; see :func:`look_up`."""
+        is_traced = torch.jit.is_tracing() or isinstance(keys, fx.Proxy)  # type: ignore[no-untyped-call]
+        if is_traced or torch.compiler.is_exporting():
+            raise self._no_export()
         if not torch.compiler.is_compiling():  # which cannot replace a weight either
-            if not isinstance(keys, Tensor):
+            if not isinstance(keys, Tensor) or keys.layout is not torch.strided:
                 raise ArgumentError(
-                    f"keys must be a tensor, e.g. torch.tensor([1, 2]), not {type(keys).__name__}"
+                    "keys must be a dense tensor, e.g. torch.tensor([1, 2]), not a "
+                    f"{describe(keys)}"
                 )
             if not isinstance(self._parameters.get("weight"), TableWeight):
                 raise UnsupportedError(
@@ -210,6 +222,16 @@ class _TableModule(nn.Module):
                     "torch.func does not differentiate lookups in a table; use backward()"
                 )
         return look_up(self._lookup, keys)
+
+    def _no_export(self) -> UnsupportedError:
+        return UnsupportedError(
+            f"an exported or traced program would have none of the rows of {type(self).__name__}, "
+            "which the processes of a job share: put to_torch() in the module's place, which has "
+            "them in a torch module of its own"
+        )
+
+    def __prepare_scriptable__(self) -> Any:
+        raise self._no_export()
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         destination[prefix + "rows"] = (
@@ -305,11 +327,13 @@ class Embedding(_TableModule):
             self.weight.requires_grad_(False)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return ``(*input.shape, embedding_dim)`` on the device of ``input``, integer keys."""
+        """Return ``(*input.shape, embedding_dim)`` on the device of ``input``, integer keys, in
+        the dtype of ``weight``.
+        """
         rows, index = self._look_up(input)
-        if index is None:
-            return rows
-        return rows.index_select(0, index.flatten()).view(*input.shape, self.embedding_dim)
+        if index is not None:
+            rows = rows.index_select(0, index.flatten()).view(*input.shape, self.embedding_dim)
+        return rows.to(self.table.lookup_dtype)
 
 
 class EmbeddingBag(_TableModule):
@@ -370,13 +394,16 @@ class EmbeddingBag(_TableModule):
             padding = len(rows)
             index = torch.where(input == self.padding_idx, padding, index)
             rows = torch.cat([rows, rows.new_zeros(1, self.embedding_dim)])
-        return functional.embedding_bag(
+        bags = functional.embedding_bag(
             index,
             rows,
             None if offsets is None else offsets.to(index.dtype),
             mode=self.mode,
             sparse=sparse,
-            per_sample_weights=per_sample_weights,
+            per_sample_weights=(
+                None if per_sample_weights is None else per_sample_weights.to(rows.dtype)
+            ),
             include_last_offset=self.include_last_offset,
             padding_idx=padding,
         )
+        return bags.to(self.table.lookup_dtype)

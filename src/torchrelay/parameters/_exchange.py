@@ -7,14 +7,23 @@ the number of processes.
 from __future__ import annotations
 
 import itertools
+import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property, partial
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
 from torchrelay._native import Communicator, HostCommunicator
-from torchrelay.errors import MismatchError, OperationTimeoutError, PeerLostError
+from torchrelay.errors import (
+    ArgumentError,
+    MismatchError,
+    OperationTimeoutError,
+    PeerLostError,
+    SegmentError,
+)
 from torchrelay.parameters._arrays import sum_rows
 from torchrelay.world import Ranks
 
@@ -25,11 +34,12 @@ _ROWS, _HEADER = 0, 1  # types of messages
 
 
 # What a process does in an exchange, as messages and errors name it.
-_SUM, _SIZES, _GATHER, _BARRIER = range(4)
+_SUM, _SIZES, _GATHER, _STEP, _BARRIER = range(5)
 _CALLS = (
     "a backward pass",
     "a backward pass",
     "an access to weight.grad or weight.keys",
+    "a step",
     "a step",
 )
 
@@ -52,7 +62,7 @@ class GradientExchange:
         MismatchError: processes make different calls.
 
     Args:
-        group: of the same ranks.
+        open_group: opens the group of the same ranks at the first call; collective.
         on_loss: called with the ranks that have exited, before PeerLostError is raised.
 
     Attributes:
@@ -62,13 +72,25 @@ class GradientExchange:
     def __init__(
         self,
         ranks: Ranks,
-        group: Communicator | HostCommunicator,
+        open_group: Callable[[], Communicator | HostCommunicator],
         timeout_s: float,
         on_loss: Callable[[Sequence[int]], None] = lambda _: None,
     ) -> None:
-        self._ranks, self._group, self._timeout_s = ranks, group, timeout_s
+        self._ranks, self._open_group, self._timeout_s = ranks, open_group, timeout_s
         self._on_loss = on_loss
         self.sent_bytes = 0
+
+    @cached_property
+    def _group(self) -> Communicator | HostCommunicator:
+        try:
+            return self._open_group()
+        except SegmentError as error:
+            raise PeerLostError(
+                f"{self._ranks.name}: a process has given up waiting for this one, or has ended"
+            ) from error
+        except (OperationTimeoutError, PeerLostError) as error:
+            self._open_group = partial(_fail_again, error)  # its group cannot be opened twice
+            raise
 
     def sum(self, keys: Tensor, values: Tensor, owners: Tensor) -> tuple[Tensor, Tensor]:
         """Return the keys that this process owns, ascending, and the sums of all processes' rows.
@@ -105,14 +127,38 @@ class GradientExchange:
         order = keys.argsort()
         return keys[order], values[order]
 
+    def begin_step(self, problem: ArgumentError | None, lr: float, has_gradient: bool) -> None:
+        """Compare the steps of all processes, before any applies its gradients.
+
+        Raises:
+            ArgumentError: ``problem``, the reason why this process cannot step.
+            MismatchError: another cannot, or steps at another rate or without a gradient.
+        """
+        mine = [
+            int(problem is not None),
+            *struct.unpack("q", struct.pack("d", lr)),
+            int(has_gradient),
+        ]
+        headers = self._headers(_STEP, mine)
+        if problem is not None:
+            raise problem
+        for name, theirs in zip(self._ranks.names, headers, strict=True):
+            if theirs[: len(mine)] != mine:
+                raise MismatchError(
+                    f"{self._ranks.name} {_described(mine)}, and rank {name} {_described(theirs)}: "
+                    "all processes of a table must make the same steps; nothing was applied"
+                )
+
     def barrier(self) -> None:
         """Wait for all processes."""
         self._headers(_BARRIER)
 
     def _headers(self, call: int, numbers: Sequence[int] = ()) -> list[list[int]]:
-        """Return the numbers of all ranks: two, or one for each rank; all ranks make ``call``."""
+        """Return the numbers of all ranks: up to three, or one for each rank; all ranks make
+        ``call``.
+        """
         size = self._ranks.size
-        width = 1 + max(2, size)  # in all calls, so that different calls are noticed
+        width = 1 + max(3, size)  # in all calls, so that different calls are noticed
         mine = torch.tensor([[call, *numbers] + [0] * (width - 1 - len(numbers))], device="cpu")
         received = self._all_gather(mine, [1] * size, _HEADER).tolist()
         other = [rank for rank, row in enumerate(received) if row[0] != call]
@@ -159,6 +205,18 @@ class GradientExchange:
                 "TORCHRELAY_PARAMETERS_TIMEOUT_S",
                 ranks=error.ranks,
             ) from error
+
+
+def _fail_again(error: Exception) -> NoReturn:
+    raise error
+
+
+def _described(step: Sequence[int]) -> str:
+    is_refused, bits, has_gradient, *_ = step
+    if is_refused:
+        return "cannot step, as its own error says"
+    (lr,) = struct.unpack("d", struct.pack("q", bits))
+    return f"steps {'with' if has_gradient else 'without'} a gradient at lr = {lr}"
 
 
 def _packed(keys: Tensor, values: Tensor, order: Tensor) -> Tensor:

@@ -24,10 +24,22 @@ from torchrelay.parameters._exchange import GradientExchange, sum_by_key
 from torchrelay.parameters._server import Server
 from torchrelay.parameters._worker import Worker
 
-__all__ = ["ApplyGradients", "Gradients", "Reduction", "RowGradient"]
+__all__ = ["ApplyGradients", "Gradients", "Reduction", "RowGradient", "check_choices"]
 
 ApplyGradients = Literal["step", "backward"]
 Reduction = Literal["mean", "sum"]
+
+
+def check_choices(apply_gradients: object, reduction: object) -> None:
+    """Raise ArgumentError if one of the options of :meth:`Table.create` is none of its choices."""
+    for option, value, kind in (
+        ("apply_gradients", apply_gradients, ApplyGradients),
+        ("reduction", reduction, Reduction),
+    ):
+        if value is not None and value not in get_args(kind):
+            raise ArgumentError(
+                f"{option} = {value!r}: the choices are {', '.join(get_args(kind))}"
+            )
 
 
 class RowGradient(torch.Tensor):
@@ -37,16 +49,17 @@ class RowGradient(torch.Tensor):
     on every process.
 
     Args:
-        share: its keys, ascending, ``(m,)``, and its rows, on the CPU.
+        share: its keys, ascending, ``(m,)``, and its rows.
         shape: of the whole gradient.
         is_finite: whether all shares are.
-        gather: returns all keys, ascending, and their rows. Collective.
+        gather: returns all keys, ascending, and their rows, collectively; None if the share is the
+            whole.
         device: of the whole gradient.
     """
 
     is_finite: bool
     _share: tuple[Tensor, Tensor]
-    _gather: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+    _gather: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None
     _whole: tuple[Tensor, Tensor] | None
 
     def __new__(
@@ -54,7 +67,7 @@ class RowGradient(torch.Tensor):
         share: tuple[Tensor, Tensor],
         shape: tuple[int, int],
         is_finite: bool,
-        gather: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+        gather: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None,
         device: torch.device,
     ) -> RowGradient:
         self: RowGradient = torch.Tensor._make_wrapper_subclass(
@@ -62,6 +75,14 @@ class RowGradient(torch.Tensor):
         )
         self._share, self.is_finite, self._gather, self._whole = share, is_finite, gather, None
         return self
+
+    def with_values(self, values: Tensor) -> RowGradient:
+        """Return a gradient of the same rows, with other ``values``."""
+        keys, _ = self.whole()
+        shape = values.shape[0], values.shape[1]
+        changed = RowGradient((keys, values), shape, False, None, values.device)
+        changed._whole = keys, values
+        return changed
 
     @property
     def share(self) -> tuple[Tensor, Tensor] | None:
@@ -71,7 +92,7 @@ class RowGradient(torch.Tensor):
     def whole(self) -> tuple[Tensor, Tensor]:
         """Return all keys, ascending, and their rows. Collective at the first call."""
         if self._whole is None:
-            keys, values = self._gather(*self._share)
+            keys, values = self._gather(*self._share) if self._gather else self._share
             self._whole = keys, _marked(values.to(self.device))
         return self._whole
 
@@ -88,6 +109,9 @@ class RowGradient(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if args and isinstance(args[0], RowGradient):
+            # By a DTensor, such as a factor that clips this gradient and those of FSDP.
+            args = args[0], *(x.full_tensor() if hasattr(x, "full_tensor") else x for x in args[1:])
         args, kwargs = tree_map_only(RowGradient, lambda one: one.whole()[1], (args, kwargs or {}))
         return func(*args, **(kwargs or {}))
 
@@ -112,26 +136,18 @@ class Gradients:
         apply: ApplyGradients | None,
         reduction: Reduction | None,
     ) -> None:
-        for option, value, kind in (
-            ("apply_gradients", apply, ApplyGradients),
-            ("reduction", reduction, Reduction),
-        ):
-            if value is not None and value not in get_args(kind):
-                raise ArgumentError(
-                    f"{option} = {value!r}: the choices are {', '.join(get_args(kind))}"
-                )
         self.name, self.rule = name, server.rule
         self._server, self._worker = server, worker
         self._ranks = server.topology.ranks
         self.apply, self._reduction = apply, reduction
         self._exchange: GradientExchange | None = None
-        self._settled = False
+        self._settled = self._is_scaler_near = False
         self._configured: tuple[float, int] | None = None
         self._optimizer: weakref.ref[torch.optim.Optimizer] | None = None
-        self._keys: Tensor | None = None
-        self._values: Tensor | None = None
+        self._values: RowGradient | None = None
         self._pending: dict[int, list[tuple[Tensor, Tensor]]] = {}
-        self.anchor = torch.empty(0, device="cpu", requires_grad=True)
+        with _torch.plain_torch():  # a table has memory, also inside deferred_init
+            self.anchor = torch.empty(0, device="cpu", requires_grad=True)
         self.anchor.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
             _collector(weakref.ref(self))
         )
@@ -145,7 +161,7 @@ class Gradients:
     @property
     def keys(self) -> Tensor | None:
         """The keys of the whole gradient; see :class:`TableWeight`."""
-        return self._values.whole()[0] if isinstance(self._values, RowGradient) else self._keys
+        return None if self._values is None else self._values.whole()[0]
 
     @property
     def values(self) -> Tensor | None:
@@ -159,7 +175,7 @@ class Gradients:
             ArgumentError: there is no gradient, or it has another shape.
         """
         if values is None:
-            self._keys = self._values = None
+            self._values = None
             self._pending.clear()
         elif self._values is None or values.shape != self._values.shape:
             raise ArgumentError(
@@ -167,7 +183,7 @@ class Gradients:
                 "cleared, not set"
             )
         elif values is not self._values:
-            self._keys, self._values = self.keys, values
+            self._values = self._values.with_values(values)
 
     def keep_for(self, optimizer: torch.optim.Optimizer) -> None:
         """Keep gradients for ``optimizer``; those that the table had before may not step.
@@ -225,12 +241,11 @@ class Gradients:
                 torch.cat([earlier_keys, keys.to(earlier_keys.device)]),
                 torch.cat([earlier, values.to(earlier.device)]),
             )
-        if exchange is None:
-            self._keys, self._values = keys, _marked(values)
-            return
-        sizes, is_finite = exchange.sizes(len(keys), bool(values.sum().isfinite()))
+        sizes, gather, is_finite = [len(keys)], None, bool(values.sum().isfinite())
+        if exchange is not None:
+            sizes, is_finite = exchange.sizes(len(keys), is_finite)
+            gather = partial(exchange.gather, sizes=sizes)
         shape = sum(sizes), values.shape[1]
-        gather = partial(exchange.gather, sizes=sizes)
         self._values = RowGradient((keys, values), shape, is_finite, gather, device)
 
     @property
@@ -239,27 +254,46 @@ class Gradients:
 
         A gradient that is zero is kept as -0.0, so cleared ones are those with +0.0 only.
         """
-        values = self._values
-        if values is None or (isinstance(values, RowGradient) and values.share is not None):
-            return values is None
+        if self._values is None or self._values.share is not None:
+            return self._values is None
+        _, values = self._values.whole()
         return not (_has_nonzero(values) or values.signbit().any())
 
-    def check(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise ArgumentError if another optimizer was made for the table since ``optimizer``, or
-        the gradient is NaN or infinite; UnavailableError if the table is closed.
+    def begin_step(
+        self, optimizer: torch.optim.Optimizer, lr: float, problem: ArgumentError | None
+    ) -> None:
+        """Raise on every process if one cannot step. Collective.
+
+        Args:
+            problem: with the options of ``optimizer``.
+
+        Raises:
+            ArgumentError: ``problem``; or the table has a newer optimizer; or the gradient is NaN
+                or infinite.
+            MismatchError: another process cannot step, or steps otherwise.
+            UnavailableError: the table is closed.
         """
         self._server.check_open()
+        try:
+            self._check(optimizer)
+        except ArgumentError as error:
+            problem = problem or error
+        exchange = self._shared_exchange()
+        if exchange is not None:
+            exchange.begin_step(problem, lr, not self.is_cleared)
+        elif problem is not None:
+            raise problem
+
+    def _check(self, optimizer: torch.optim.Optimizer) -> None:
         if self._optimizer is None or self._optimizer() is not optimizer:
             raise ArgumentError(
                 f"table {self.name!r} has a newer optimizer than this one; if both step, "
                 "each gradient is applied twice. Step the newest only; for several tables make "
                 "one, TableOptimizer(weights)"
             )
-        values = self._values
-        if isinstance(values, RowGradient) and values.share is not None and values.is_finite:
-            return
-        if values is not None:
-            check_finite(self.keys, values, f"step of table {self.name!r}")
+        found = self._values
+        if found is not None and (found.share is None or not found.is_finite):
+            check_finite(*found.whole(), f"step of table {self.name!r}")
 
     def step(self, lr: float, step: int) -> None:
         """Apply the gradient, and wait until every process sees the new rows. Collective.
@@ -276,13 +310,10 @@ class Gradients:
 
     def _share(self) -> tuple[Tensor, Tensor]:
         """Return keys and rows that this process applies."""
-        if isinstance(self._values, RowGradient) and self._values.share is not None:
-            return self._values.share
         assert self._values is not None
-        keys, values = self.keys, self._values
-        if isinstance(values, RowGradient):
-            keys, values = values.whole()
-        assert keys is not None
+        if self._values.share is not None:
+            return self._values.share
+        keys, values = self._values.whole()
         if self._exchange is None:
             return keys, values
         mine = self._owners(keys.cpu()) == self._ranks.rank
@@ -297,7 +328,10 @@ class Gradients:
         if self._exchange is None and self._ranks.size > 1:
             topology = self._server.topology
             self._exchange = GradientExchange(
-                self._ranks, topology.group, topology.settings.timeout_s, self._server.lose
+                self._ranks,
+                lambda: topology.group,
+                topology.settings.timeout_s,
+                self._server.lose,
             )
         return self._exchange
 
@@ -313,6 +347,8 @@ class Gradients:
     def _settle(self) -> None:
         """Raise at the first gradient if it would be lost, or applied while it is scaled."""
         if self._settled:
+            if self._is_scaler_near and _torch.backward_is_of_product():
+                self._refuse_scaling()
             return
         if self.apply is None:
             raise ArgumentError(
@@ -321,12 +357,19 @@ class Gradients:
                 "applies them in the backward pass"
             )
         if self.apply == "backward" and _gradient_scaler_exists():
-            raise UnsupportedError(
-                f"table {self.name!r} would apply gradients in the backward pass, but there "
-                "is a GradScaler: they are scaled, and maybe infinite. Make an optimizer before "
-                "the first backward pass (table.optimizer()) and step it with scaler.step"
-            )
+            self._is_scaler_near = True
+            if _torch.backward_is_of_product():
+                self._refuse_scaling()
         self._settled = True
+
+    def _refuse_scaling(self) -> None:
+        raise UnsupportedError(
+            f"table {self.name!r} would apply gradients in the backward pass, but there is a "
+            "GradScaler, and the loss is a product, as a scaled one is: the gradients would be "
+            "scaled, and maybe infinite. Make an optimizer before the first backward pass "
+            "(table.optimizer()) and step it with scaler.step. If the scaler is for another model, "
+            "let the loss end with another operation, e.g. (loss * factor).sum()"
+        )
 
 
 def _collector(gradients: weakref.ref[Gradients]) -> Callable[[Tensor], None]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Generic, Literal, TypeVar
 
-from torch import Tensor
-
-from torchrelay.errors import ArgumentError
+from torchrelay.errors import ArgumentError, TorchRelayError
+from torchrelay.parameters._arrays import Keys, whole_number
 from torchrelay.parameters._table import Table
 
 __all__ = ["IntentLoader"]
@@ -32,13 +32,14 @@ class IntentLoader(Generic[Batch]):
     """Iterate over ``loader``, announce the keys of coming batches, and advance the clock per step.
 
     Batch ``i`` is announced ``lookahead`` batches before it is yielded, for its own step: the step
-    ends when the next batch is requested. A table takes part in one iteration at a time. The first
-    step waits up to a second for its keys, so iterate over all epochs in one loader.
+    ends when the next batch is requested. An iteration that is left early ends what it announced. A
+    table takes part in one iteration at a time. The first step waits up to a second for its keys,
+    so iterate over all epochs in one loader.
 
     Args:
         loader: any iterable of batches, such as a ``DataLoader``. A new iteration starts over.
-        keys_of: returns the keys of a batch per table: ``{table: keys}`` with int64 tensors of any
-            shape, or only the keys if ``table`` is given.
+        keys_of: returns the keys of a batch per table: ``{table: keys}`` with keys as for
+            :meth:`Table.pull`, or only the keys if ``table`` is given.
         lookahead: batches announced ahead, at least 1. ``auto`` starts with 4, doubles it up to 256
             while steps still find remote keys, and shrinks it while they do not. The manager
             decides itself how early it acts: announcing too early costs memory for keys, not
@@ -52,13 +53,13 @@ class IntentLoader(Generic[Batch]):
     def __init__(
         self,
         loader: Iterable[Batch],
-        keys_of: Callable[[Batch], Tensor | Mapping[Table, Tensor]],
+        keys_of: Callable[[Batch], Keys | Mapping[Table, Keys]],
         lookahead: int | Literal["auto"] = "auto",
         *,
         table: Table | None = None,
     ) -> None:
-        if lookahead != "auto" and lookahead < 1:
-            raise ArgumentError(f"lookahead = {lookahead}: it must be at least 1, or 'auto'")
+        if lookahead != "auto":
+            whole_number("lookahead (if not 'auto')", lookahead, 1)
         if not isinstance(table, Table | None):
             raise ArgumentError(
                 f"table must be a Table, not {type(table).__name__}; of an Embedding, pass "
@@ -76,51 +77,57 @@ class IntentLoader(Generic[Batch]):
         return len(self.loader)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Batch]:
+        ends: dict[Table, int] = {}  # of the last step that was announced
+        try:
+            yield from self._steps(ends)
+        except BaseException:
+            # Abandoned, or failed: what was announced ends. The tables may have been closed.
+            with contextlib.suppress(TorchRelayError):
+                for table, end in ends.items():
+                    while table.clock < end:
+                        table.advance_clock()
+            raise
+
+    def _steps(self, ends: dict[Table, int]) -> Iterator[Batch]:
         source = iter(self.loader)
         ahead: deque[tuple[Batch, int]] = deque()  # with how many steps early each was announced
         first = True
-        tables: set[Table] = set()
         while True:
             while len(ahead) < self.lookahead:
                 try:
                     batch = next(source)
                 except StopIteration:
                     break
-                tables.update(self._announce(batch, len(ahead)))
                 ahead.append((batch, len(ahead)))
+                self._announce(batch, len(ahead) - 1, ends)
             if not ahead:
                 return
             batch, steps_ahead = ahead.popleft()
             if first:
                 self._settle(batch)
                 first = False
-            before = {table: table.metrics().remote_pulls for table in tables}
-            try:
-                yield batch
-            finally:
-                for table in tables:
-                    table.advance_clock()
+            before = {table: table.metrics().remote_pulls for table in ends}
+            yield batch
+            for table in ends:
+                table.advance_clock()
             if self._automatic and steps_ahead >= self.lookahead - 1:
                 self._adapt(
                     any(table.metrics().remote_pulls > count for table, count in before.items())
                 )
 
-    def _announce(self, batch: Batch, steps_ahead: int) -> Iterable[Table]:
-        """Announce the batch's keys for the step that begins ``steps_ahead`` clocks from now.
+    def _announce(self, batch: Batch, steps_ahead: int, ends: dict[Table, int]) -> None:
+        """Announce the batch's keys for the step that begins ``steps_ahead`` clocks from now."""
+        for table, used in self._keys(batch).items():
+            start = table.clock + steps_ahead
+            table.intent(used, start)
+            ends[table] = start + 1
 
-        Returns the tables.
-        """
-        keys = self._keys(batch)
-        for table, used in keys.items():
-            table.intent(used, table.clock + steps_ahead)
-        return keys.keys()
-
-    def _keys(self, batch: Batch) -> Mapping[Table, Tensor]:
+    def _keys(self, batch: Batch) -> Mapping[Table, Keys]:
         keys = self._keys_of(batch)
-        if not isinstance(keys, Tensor):
+        if isinstance(keys, Mapping):
             return keys
         if self._table is None:
-            raise ArgumentError("keys_of gave a tensor: pass table=..., or give {table: keys}")
+            raise ArgumentError("keys_of gave only keys: pass table=..., or give {table: keys}")
         return {self._table: keys}
 
     def _settle(self, batch: Batch) -> None:

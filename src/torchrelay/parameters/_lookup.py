@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from torchrelay import _torch
-from torchrelay.errors import ArgumentError, UnavailableError, UnsupportedError
-from torchrelay.parameters._arrays import sum_rows
+from torchrelay.errors import UnavailableError, UnsupportedError
+from torchrelay.parameters._arrays import check_integers, check_range, sum_rows
 from torchrelay.parameters._table import Table
 
 __all__ = ["Lookup", "look_up"]
@@ -86,18 +86,19 @@ _MARKED_KEYS, _MARKED_SHARE = 2048, 16
 
 def _distinct(keys: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:
     """Return the distinct keys, ascending, and the index of each key among them, ``(n,)``."""
-    if keys.is_floating_point() or keys.dtype is torch.bool:
-        raise ArgumentError(f"keys are {keys.dtype}; they must be integers")
+    check_integers(keys)
     if keys.is_cpu and keys.numel() >= max(_MARKED_KEYS, num_keys // _MARKED_SHARE):
         flat = keys.reshape(-1).to(torch.int64)
         least, most = flat.aminmax()
-        if least >= 0 and most < num_keys:  # others are reported by the table
+        if least >= 0 and most < num_keys:  # others are reported below
             is_used = keys.new_zeros(num_keys, dtype=torch.bool).index_fill_(0, flat, True)
             unique = is_used.nonzero().flatten()
             place = flat.new_empty(num_keys)
             place.index_copy_(0, unique, torch.arange(len(unique), device="cpu"))
             return unique, place.index_select(0, flat)
     unique, inverse = torch.unique(keys, return_inverse=True)
+    if len(unique) and not (unique[0].item() >= 0 and unique[-1].item() < num_keys):
+        check_range(keys, num_keys)
     return unique, inverse.reshape(-1)
 
 

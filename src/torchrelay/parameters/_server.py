@@ -17,6 +17,7 @@ from torchrelay import _native, _telemetry, transport
 from torchrelay._resource import Resource
 from torchrelay.errors import (
     ArgumentError,
+    MismatchError,
     OperationTimeoutError,
     PeerLostError,
     ProtocolError,
@@ -61,6 +62,7 @@ class Server(Resource):
         rule: the effect of :meth:`Worker.push`.
         init: the initial value of keys.
         description: further values that must be equal on all processes.
+        problem: with the arguments of this process, if known; no process makes the table.
 
     Raises:
         ArgumentError: a number, dtype, rule or length is not supported.
@@ -79,24 +81,35 @@ class Server(Resource):
         init: KeyInit | None = None,
         topology: Topology | None = None,
         description: Mapping[str, Any] | None = None,
+        problem: ArgumentError | None = None,
     ) -> None:
         self.topology = topology or Topology()
         self.dtype = dtype
         self.rule = rule or _NO_RULE
         self.init = init or _NO_INIT
         self.sampling: Sampling | None = None
-        self._num_keys, self._lengths = _keys_and_lengths(keys, length)
-        self._capacity = capacity
-        self._check()
+        self._num_keys, self._lengths, self._capacity = 0, [1], capacity
+        try:
+            self._num_keys, self._lengths = _keys_and_lengths(keys, length)
+            self._check()
+        except ArgumentError as error:
+            problem = problem or error
         self.table = self.topology.next_table()
-        self.topology.ranks.agree(
-            f"{self.table}/description",
-            self._describe(description or {}),
-            self.topology.settings.timeout_s,
-            "tables",
-            call="make the table",
-            hint="did they start, and do all make this call?",
-        )
+        arguments = "valid" if problem is None else str(problem)
+        try:
+            self.topology.ranks.agree(
+                f"{self.table}/description",
+                self._describe({"arguments": arguments, **(description or {})}),
+                self.topology.settings.timeout_s,
+                "tables",
+                call="make the table",
+                hint="did they start, and do all make this call?",
+            )
+        except MismatchError:
+            if problem is None:
+                raise
+        if problem is not None:
+            raise problem
         self._service: _native.NodeService | None = None
         self._down = self._is_stopped = False
         self.loads = itertools.count()  # of states, by name of the collective call

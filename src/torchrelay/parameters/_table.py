@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 import numpy as np
 import torch
@@ -14,8 +14,16 @@ from torch import Tensor
 from torchrelay._resource import Resource
 from torchrelay.errors import ArgumentError, UnavailableError, UnsupportedError
 from torchrelay.parameters import _checkpoint
+from torchrelay.parameters._arrays import (
+    Keys,
+    check_range,
+    check_shape,
+    keys_of,
+    values_of,
+    whole_number,
+)
 from torchrelay.parameters._contract import KeyInit, Metrics, UpdateRule
-from torchrelay.parameters._gradients import ApplyGradients, Gradients, Reduction
+from torchrelay.parameters._gradients import ApplyGradients, Gradients, Reduction, check_choices
 from torchrelay.parameters._server import Server
 from torchrelay.parameters._topology import meet
 from torchrelay.parameters._weight import TableOptimizer, TableWeight
@@ -25,6 +33,9 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 __all__ = ["Table", "TableOptions"]
+
+
+R = TypeVar("R")
 
 
 class TableOptions(TypedDict, total=False):
@@ -59,13 +70,12 @@ class Table(Resource):
 
     Use :meth:`create`. A process has one worker, whose methods are for one thread at a time.
 
-    Args:
-        server: this node's part of the table.
-        worker: this process's access to it.
-
     Attributes:
         worker_index: the index of this process among the ``workers`` of all nodes.
+        num_nodes: the groups of processes that share a host's memory.
         row_length: elements of a row: of the vector and its optimizer state.
+        lookup_dtype: of what modules over this table return; ``model.half()`` changes it, and
+            neither the rows nor what :meth:`pull` returns.
     """
 
     def __init__(
@@ -80,7 +90,9 @@ class Table(Resource):
         self._server, self._worker = server, worker
         ranks = server.topology.ranks
         self.worker_index, self.workers = ranks.rank, ranks.size
+        self.num_nodes = server.num_nodes
         self.rule, self.dtype, self.num_keys = server.rule, server.dtype, server.num_keys
+        self.lookup_dtype = self.dtype
         self.dim, self.row_length = worker.get_key_size(), server.row_length()
         self.name = name
         self.gradients = Gradients(name, server, worker, apply_gradients, reduction)
@@ -92,6 +104,7 @@ class Table(Resource):
         num_keys: int,
         dim: int,
         *,
+        capacity: int = 0,
         dtype: torch.dtype = torch.float32,
         optimizer: UpdateRule | None = None,
         init: KeyInit | None = None,
@@ -109,6 +122,10 @@ class Table(Resource):
         share its memory.
 
         Args:
+            num_keys: the keys are 0 to ``num_keys - 1``. If it is 0, any key is created at its
+                first use. Such a table is in no checkpoint.
+            capacity: if keys are created at first use: the rows that each node can hold. The least
+                recently used are evicted, and initialised again at their next use.
             optimizer: how gradients are applied, see :mod:`torchrelay.parameters.optim`; default:
                 pushed values are added.
             init: the initial value of rows; default: zeros.
@@ -136,16 +153,25 @@ class Table(Resource):
                 f"this process has a table {name!r} already; close it first, or give each its own "
                 "name"
             )
-        _check_types(optimizer, init)
+        try:
+            whole_number("num_keys", num_keys)
+            whole_number("dim", dim, 1)
+            _check_types(optimizer, init)
+            check_choices(apply_gradients, reduction)
+            problem = None
+        except ArgumentError as error:
+            problem = error  # of this process; the others wait for it
         topology = meet(name or "table", techniques, node_of_rank, process_group)
         server = Server(
             num_keys,
             length=dim,
+            capacity=capacity,
             dtype=dtype,
             rule=optimizer,
             init=init,
             topology=topology,
             description={"apply_gradients": apply_gradients, "reduction": reduction},
+            problem=problem,
         )
         table = cls(
             server,
@@ -159,24 +185,15 @@ class Table(Resource):
         return table
 
     @property
-    def server(self) -> Server:
-        """This node's part of the table.
+    def _open_worker(self) -> Worker:
+        """This process's access to the rows, for the modules of this component.
 
         Raises:
             UnavailableError: the table is closed.
         """
-        self._check_open()
-        return self._server
-
-    @property
-    def worker(self) -> Worker:
-        """This process's access to the table. Raises as :attr:`server`."""
-        self._check_open()
-        return self._worker
-
-    def _check_open(self) -> None:
         if self._closed:
             raise UnavailableError(f"table {self.name!r} has been closed")
+        return self._worker
 
     @cached_property
     def weight(self) -> TableWeight:
@@ -207,12 +224,12 @@ class Table(Resource):
         """
         return TableOptimizer([self.weight], lr)
 
-    def pull(self, keys: Tensor, out: Tensor | None = None) -> Tensor:
+    def pull(self, keys: Keys, out: Tensor | None = None) -> Tensor:
         """Return the vectors of ``keys``. Blocks until all have arrived.
 
         Args:
-            keys: int64, any shape.
-            out: a tensor to fill.
+            keys: integers of any shape: a tensor, an array, or (nested) lists.
+            out: a contiguous CPU tensor to fill.
 
         Returns:
             A CPU tensor of shape ``(*keys.shape, dim)`` and the table's dtype.
@@ -221,41 +238,84 @@ class Table(Resource):
             ArgumentError: a key is out of range, or ``out`` has another shape or dtype.
             PeerLostError: a node was lost.
         """
-        flat = _flat_keys(keys)
-        values = out
-        if values is None:
-            values = torch.empty(*keys.shape, self.dim, dtype=self.dtype, device="cpu")
-        _check_shape(keys, values, self.dim)
-        self.worker.pull(flat, values)
-        return values
+        found = keys_of(keys)
+        if out is None:
+            out = torch.empty(*found.shape, self.dim, dtype=self.dtype, device="cpu")
+        check_shape(found, out, self.dim)
+        self._access(found, self._open_worker.pull, out)
+        return out
 
-    def push(self, keys: Tensor, values: Tensor, *, wait: bool = True) -> None:
+    def push(self, keys: Keys, values: Any, *, wait: bool = True) -> None:
         """Add ``values`` to the vectors of ``keys``, or apply them as gradients with an optimizer.
 
         NaN and infinite gradients raise ArgumentError, and none is applied.
 
         Args:
-            keys: int64, any shape; repeated keys accumulate.
-            values: of shape ``(*keys.shape, dim)``.
+            keys: as for :meth:`pull`; repeated keys accumulate.
+            values: of shape ``(*keys.shape, dim)``: a tensor or an array of the table's dtype, or
+                lists of numbers.
             wait: if False, return at once; later pulls of this process include the push.
         """
-        self.worker.push(_flat_keys(keys), _flat_values(keys, values, self.dim), not wait)
+        found = keys_of(keys)
+        self._access(
+            found, self._open_worker.push, values_of(values, found, self.dim, self.dtype), not wait
+        )
 
-    def set(self, keys: Tensor, values: Tensor) -> None:
-        """Overwrite the vectors of ``keys``; optimizer state stays. The last key wins."""
-        self.worker.set(_flat_keys(keys), _flat_values(keys, values, self.dim))
+    def set(self, keys: Keys, values: Any) -> None:
+        """Overwrite the vectors of ``keys``; optimizer state stays. The last key wins.
 
-    def is_local(self, keys: Tensor) -> bool:
+        Arguments as for :meth:`push`.
+        """
+        found = keys_of(keys)
+        self._access(found, self._open_worker.set, values_of(values, found, self.dim, self.dtype))
+
+    def is_local(self, keys: Keys) -> bool:
         """Return whether this node owns or replicates all ``keys`` now. Does not block.
 
         Raises:
             ArgumentError: a key is out of range.
         """
-        flat = _flat_keys(keys)
-        return self.server.store.holds(flat.data_ptr(), len(flat))
+        return self._access(keys_of(keys), self._open_worker.are_local)
+
+    def _access(self, keys: Tensor, access: Callable[..., R], *rest: Any) -> R:
+        """Call ``access`` with flat keys; an error names a key by its index in ``keys``."""
+        try:
+            return access(keys.reshape(-1), *rest)
+        except ArgumentError:
+            check_range(keys, self.num_keys)
+            raise
+
+    def enable_sampling_support(
+        self,
+        scheme: str = "local",
+        with_replacement: bool = True,
+        distribution: str = "uniform",
+        min: int = 0,
+        max: int = 0,
+        *,
+        weights: Tensor | np.ndarray[Any, Any] | None = None,
+        seed: int | None = None,
+    ) -> None:
+        """Let :meth:`sample` draw keys from [``min``, ``max``).
+
+        Args:
+            scheme: ``naive`` draws independently; ``preloc`` draws and announces; ``pool`` reuses a
+                drawn pool; ``local`` takes the nearest key of this node.
+            with_replacement: whether a key may occur twice in a sample.
+            distribution: ``uniform`` or ``log-uniform``; ``weights`` (one per key of the range)
+                replace it.
+            max: 0 means the number of keys.
+            seed: of this node's draws; default: random.
+
+        Raises:
+            ArgumentError: a name or the range is invalid.
+        """
+        self._open_worker.server.enable_sampling_support(
+            scheme, with_replacement, distribution, min, max, weights=weights, seed=seed
+        )
 
     def sample(self, count: int, start: int | None = None) -> Tensor:
-        """Draw ``count`` keys, int64, by the scheme of ``table.server.enable_sampling_support``.
+        """Draw ``count`` keys, int64, by the scheme of :meth:`enable_sampling_support`.
 
         Args:
             start: the clock in which they will be used, for schemes that announce; default: now.
@@ -264,31 +324,42 @@ class Table(Resource):
             ArgumentError: sampling is not enabled, or there are not that many distinct keys.
             UnavailableError: the scheme is ``local`` and no key of the range is at this node.
         """
-        keys = torch.empty(count, dtype=torch.int64, device="cpu")
-        self.worker.draw_sample(keys, self.clock if start is None else start)
+        worker = self._open_worker
+        keys = torch.empty(whole_number("count", count), dtype=torch.int64, device="cpu")
+        worker.draw_sample(keys, self.clock if start is None else whole_number("start", start))
         return keys
 
-    def intent(self, keys: Tensor, start: int, end: int | None = None) -> None:
-        """Announce that this worker will use ``keys`` in the clocks [``start``, ``end``)."""
-        self.worker.intent(_flat_keys(keys), start, start + 1 if end is None else end)
+    def intent(self, keys: Keys, start: int, end: int | None = None) -> None:
+        """Announce that this worker will use ``keys`` in the clocks [``start``, ``end``).
+
+        Args:
+            end: default: ``start + 1``.
+
+        Raises:
+            ArgumentError: a key is out of range, or the clocks are none.
+        """
+        first = whole_number("start", start)
+        last = first + 1 if end is None else whole_number("end", end, first + 1)
+        self._access(keys_of(keys), self._open_worker.intent, first, last)
 
     def advance_clock(self) -> int:
         """End the current clock, and the intents that end by then. Return the new clock."""
-        return self.worker.advance_clock()
+        return self._open_worker.advance_clock()
 
     @property
     def clock(self) -> int:
-        return self.worker.current_clock()
+        return self._open_worker.current_clock()
 
     def sync(self) -> None:
         """Wait until every worker sees every push made before this call. Collective."""
-        self.worker.wait_all()
-        self.worker.wait_sync()
-        self.worker.barrier()
+        worker = self._open_worker
+        worker.wait_all()
+        worker.wait_sync()
+        worker.barrier()
 
     def metrics(self) -> Metrics:
         """Return the statistics of this node since its start; printed as one line."""
-        return Metrics(self.server.statistics())
+        return Metrics(self._open_worker.server.statistics())
 
     def set_learning_rate(self, lr: float) -> None:
         """Change the learning rate of pushed gradients on this node; call it on all.
@@ -298,7 +369,7 @@ class Table(Resource):
         Raises:
             ArgumentError: the rate is negative or not finite.
         """
-        self.server.set_learning_rate(lr)
+        self._open_worker.server.set_learning_rate(lr)
 
     def state_dict(self) -> dict[str, Any]:
         """Return this worker's share of the rows, with optimizer state. Collective.
@@ -306,7 +377,15 @@ class Table(Resource):
         ``torchrelay.checkpoint.save({"table": table}, folder)`` saves it, as does DCP with
         ``dcp.save({"table": table.state_dict()}, ...)``; both load it on any number of nodes.
         """
+        self._check_numbered()
         return {"rows": _checkpoint.shard_of(self)}
+
+    def _check_numbered(self) -> None:
+        if self.num_keys == 0:
+            raise UnsupportedError(
+                f"table {self.name!r} has no number of keys, so it cannot be saved, loaded or read "
+                "as a whole: pull the keys that you know"
+            )
 
     def rows(self) -> Tensor:
         """Return all rows, with optimizer state: ``(num_keys, row_length)``.
@@ -314,7 +393,8 @@ class Table(Resource):
         They are copied to this process's memory. Not collective: call :meth:`sync` first if other
         processes push asynchronously.
         """
-        self.worker.wait_all()
+        self._open_worker.wait_all()
+        self._check_numbered()
         return _checkpoint.rows_of(self, 0, self.num_keys)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -329,6 +409,7 @@ class Table(Resource):
             MismatchError: the state is of a table with other keys, dimensions, dtype or optimizer,
                 or of another process; on every process.
         """
+        self._check_numbered()
         _checkpoint.load_rows(self, state)
 
     def close(self) -> None:
@@ -362,24 +443,3 @@ class Table(Resource):
             "rows. Save it with torchrelay.checkpoint.save; a module's to_torch() makes an "
             "nn.Embedding of its own"
         )
-
-
-def _check_shape(keys: Tensor | Sequence[int], values: Tensor, dim: int) -> None:
-    shape = np.shape(keys)
-    if values.shape != (*shape, dim):
-        raise ArgumentError(
-            f"values of shape {tuple(values.shape)} for keys of shape {tuple(shape)}: they must "
-            f"have the shape {(*shape, dim)}"
-        )
-
-
-def _flat_values(keys: Tensor | Sequence[int], values: Tensor, dim: int) -> Tensor:
-    _check_shape(keys, values, dim)
-    return values.detach().cpu().reshape(-1, dim).contiguous()
-
-
-def _flat_keys(keys: Tensor | Sequence[int]) -> Tensor:
-    tensor = torch.as_tensor(keys, device="cpu")
-    if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool:
-        raise ArgumentError(f"keys are {tensor.dtype}; they must be integers")
-    return tensor.detach().to(torch.int64).reshape(-1).contiguous()

@@ -4,6 +4,7 @@ optimizer that steps it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any, overload
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from torchrelay import _torch
 from torchrelay.errors import ArgumentError, UnsupportedError
-from torchrelay.parameters._contract import check_number
+from torchrelay.parameters._contract import check_options
 from torchrelay.parameters._gradients import Gradients
 
 __all__ = ["TableOptimizer", "TableWeight"]
@@ -45,7 +46,8 @@ _TENSORS = frozenset(("T", "mT", "H", "mH", "real", "imag"))
 _FILLS = frozenset(("copy_", "fill_", "normal_", "uniform_", "zero_", "__setitem__"))
 _INSTEAD = (
     "Look rows up with the module, read and write them with table.pull and table.set, and step "
-    "them with table.optimizer(); give torch's optimizers the other parameters"
+    "them with table.optimizer(); give torch's optimizers the other parameters. For torch.export, "
+    "put the module's to_torch() in its place"
 )
 _INITIALIZE = (
     "Pass init= when the table is created; or initialise a tensor of shape (num_keys, dim) and "
@@ -55,7 +57,7 @@ _INITIALIZE = (
 
 class TableWeight(nn.Parameter):
     """Stands for the rows of a table among a model's parameters. It has no elements: shape ``(0,
-    dim)``.
+    dim)``. Its dtype is that of looked-up rows, which ``model.half()`` changes, unlike the rows'.
 
     ``grad`` holds the gradients of the rows looked up since it was cleared, summed over lookups and
     backward passes, and averaged over processes (or summed, with ``reduction="sum"``): ``(n,
@@ -67,9 +69,10 @@ class TableWeight(nn.Parameter):
     gradients: Gradients
 
     def __new__(cls, gradients: Gradients, dim: int, dtype: torch.dtype) -> TableWeight:
-        self: TableWeight = torch.Tensor._make_subclass(
-            cls, torch.empty(0, dim, dtype=dtype, device="cpu"), True
-        )
+        with _torch.plain_torch():
+            self: TableWeight = torch.Tensor._make_subclass(
+                cls, torch.empty(0, dim, dtype=dtype, device="cpu"), True
+            )
         self.gradients = gradients
         return self
 
@@ -174,21 +177,39 @@ class TableOptimizer(torch.optim.Optimizer):
     :meth:`Table.optimizer`.
 
     Each weight has a parameter group of its own. Its ``lr`` can be changed, by a scheduler for
-    example; what else the optimizer does was decided when the table was made.
+    example. What else the optimizer does was decided when the table was made: a group may name such
+    an option, as ``weight_decay``, only with the table's own value.
 
     Args:
-        weights: of the tables, e.g. those among ``model.parameters()``.
+        weights: of the tables, e.g. those among ``model.parameters()``; or groups of them.
         lr: learning rate; default: that of each table's own optimizer.
 
     Raises:
         ArgumentError: something else than a table's weight was given, the learning rate is
-            not finite or negative, or a table applies gradients in the backward pass.
+            not finite or negative, an option differs from the table's own, or a table applies
+            gradients in the backward pass.
     """
 
     steps_tables = True
 
-    def __init__(self, weights: Iterable[TableWeight], lr: float | None = None) -> None:
+    def __init__(
+        self, weights: Iterable[TableWeight] | Iterable[dict[str, Any]], lr: float | None = None
+    ) -> None:
         super().__init__(weights, {"lr": lr})
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take the state and groups of :meth:`load_state_dict`. Raises as the class."""
+        for group in state["param_groups"]:
+            for weight in group["params"]:
+                check_options(weight.gradients.name, weight.gradients.rule, group)
+                steps = state["state"].get(weight, {}).get("step")
+                if not isinstance(steps, int) or steps < 0:
+                    raise ArgumentError(
+                        f"table {weight.gradients.name!r}: the state dict has no number of steps "
+                        "for it, so it is not that of a TableOptimizer over as many tables; "
+                        "nothing was loaded"
+                    )
+        super().__setstate__(state)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Step the tables of ``param_group["params"]`` too, at its ``lr``. Raises as the class."""
@@ -201,12 +222,12 @@ class TableOptimizer(torch.optim.Optimizer):
                 "torchrelay.parameters.TableWeight)]"
             )
         lr = param_group.get("lr", self.defaults["lr"])
-        if lr is not None:
-            check_number("learning rate lr", lr)
+        rates = [weight.gradients.rule.lr if lr is None else lr for weight in weights]
+        for weight, rate in zip(weights, rates, strict=True):
+            check_options(weight.gradients.name, weight.gradients.rule, param_group | {"lr": rate})
         for weight in weights:
             weight.gradients.keep_for(self)
-        for weight in weights:
-            rate = weight.gradients.rule.lr if lr is None else lr
+        for weight, rate in zip(weights, rates, strict=True):
             super().add_param_group(param_group | {"params": [weight], "lr": rate})
             self.state[weight]["step"] = 0
 
@@ -224,7 +245,9 @@ class TableOptimizer(torch.optim.Optimizer):
 
         Raises:
             ArgumentError: a gradient is NaN or infinite, a learning rate is not finite or
-                negative, or a table has a newer optimizer; no table was changed.
+                negative, an option differs from the table's own, or a table has a newer optimizer;
+                no table was changed.
+            MismatchError: another process cannot step, or steps at another rate.
         """
         loss = None
         if closure is not None:
@@ -232,8 +255,13 @@ class TableOptimizer(torch.optim.Optimizer):
                 loss = closure()
         ready = [(group, weight) for group in self.param_groups for weight in group["params"]]
         for group, weight in ready:
-            weight.gradients.check(self)
-            check_number(f"table {weight.gradients.name!r}: learning rate lr", group["lr"])
+            lr, problem = math.nan, None
+            try:
+                check_options(weight.gradients.name, weight.gradients.rule, group)
+                lr = float(group["lr"])
+            except ArgumentError as error:
+                problem = error
+            weight.gradients.begin_step(self, lr, problem)
         for group, weight in ready:
             if weight.gradients.values is not None:
                 self.state[weight]["step"] += 1

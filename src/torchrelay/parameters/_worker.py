@@ -164,6 +164,11 @@ class _KeyAccess(Resource):
         address, size = address_of_values(values, self._dtype, written=True)
         return self._native.pull_if_local(key_address, count, address, size)
 
+    def are_local(self, keys: torch.Tensor) -> bool:
+        """Return whether this node owns or replicates all ``keys`` now."""
+        self._check_open()
+        return self.server.store.holds(*address_of_keys(keys))
+
     def wait_all(self) -> None:
         """Wait until all operations of this worker are done. Raises as :meth:`pull`."""
         self._check_open()

@@ -37,7 +37,7 @@ def _lose_the_leader(world: World) -> tuple[int, ...]:
     nobody.
     """
     table = Table.create(KEYS, DIM, node_of_rank=lambda rank: rank // 2)
-    worker = table.worker
+    worker = table._worker
     keys = torch.arange(1 if world.rank == 3 else 0, KEYS, 2)
     worker.push(keys, torch.ones(len(keys), DIM))
     worker.barrier()
@@ -64,7 +64,7 @@ def test_a_node_whose_serving_process_died_is_named_also_by_its_own_workers(
 
 def _lose_a_member(world: World) -> tuple[str, tuple[int, ...]]:
     """Two processes a node. Rank 3 serves nobody; the others wait for it."""
-    worker = Table.create(KEYS, DIM, node_of_rank=lambda rank: rank // 2).worker
+    worker = Table.create(KEYS, DIM, node_of_rank=lambda rank: rank // 2)._worker
     worker.barrier()
     if world.rank == 3:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -91,13 +91,13 @@ def test_a_process_that_died_before_a_barrier_is_named(
 
 def _leave_early(world: World) -> tuple[str, tuple[int, ...]]:
     table = Table.create(KEYS, DIM, node_of_rank=lambda rank: rank)
-    table.worker.barrier()
+    table._worker.barrier()
     if world.rank == 1:
-        table.server.abort()
+        table._server.abort()
         return "", ()
     try:
         while True:
-            table.worker.pull(torch.arange(KEYS), torch.empty(KEYS, DIM))
+            table._worker.pull(torch.arange(KEYS), torch.empty(KEYS, DIM))
     except PeerLostError as error:
         return str(error), error.ranks
 
@@ -175,7 +175,7 @@ def _train(
     except PeerLostError as error:
         return step, error.ranks
     rows = torch.empty(KEYS, table.row_length)
-    table.worker.pull_rows(torch.arange(KEYS), rows)
+    table._worker.pull_rows(torch.arange(KEYS), rows)
     table.sync()
     table.close()
     dist.barrier()
@@ -267,7 +267,7 @@ def test_a_forked_child_that_ends_leaves_the_table_of_its_parent_alone() -> None
         if child == 0:
             sys.exit(0)
         assert os.waitpid(child, 0)[1] == 0
-        assert table.clock == 1 and not table.server.store.dead_workers()
+        assert table.clock == 1 and not table._server.store.dead_workers()
         table.close()
     """
     ended = subprocess.run(

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from nodes import Worker
 from torchrelay.errors import PeerLostError
-from torchrelay.parameters import Table, Worker
+from torchrelay.parameters import Table
 from torchrelay.world import World
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def _exit_as_leader(world: World, nodes: int) -> tuple[str, tuple[int, ...]]:
     node.
     """
     node_of = lambda rank: rank * nodes // world.size  # noqa: E731
-    worker = Table.create(KEYS, DIM, node_of_rank=node_of).worker
+    worker = Table.create(KEYS, DIM, node_of_rank=node_of)._worker
     if world.rank == world.size // nodes * (nodes - 1):
         worker.barrier()
         os._exit(0)
@@ -76,11 +77,11 @@ def test_a_leader_that_exits_is_named_by_all(run_processes: RunProcesses, nodes:
 def _leave_with_an_error(world: World, nodes: int) -> tuple[int, str, tuple[int, ...]]:
     table = Table.create(KEYS, DIM, node_of_rank=lambda rank: rank * nodes // world.size)
     if world.rank == world.size - 1:
-        table.worker.barrier()
-        table.server.abort()  # as a table does that an exception leaves
+        table._worker.barrier()
+        table._server.abort()  # as a table does that an exception leaves
         return os.getpid(), "", ()
     with pytest.raises(PeerLostError) as raised:
-        _wait_or_push_for_ever(table.worker, waits=world.rank == 0)
+        _wait_or_push_for_ever(table._worker, waits=world.rank == 0)
     return os.getpid(), str(raised.value), raised.value.ranks
 
 
@@ -103,9 +104,9 @@ def test_a_process_that_leaves_with_an_error_is_named_at_once(
 def _stop_all(world: World) -> float:
     """Every process is stopped for longer than a peer may be silent, as by Ctrl-Z."""
     table = Table.create(KEYS, DIM, node_of_rank=lambda rank: rank)
-    worker, keys = table.worker, torch.arange(KEYS)
+    worker, keys = table._worker, torch.arange(KEYS)
     worker.barrier()
-    pids = table.server.topology.gather("pid", os.getpid(), "give its process id")
+    pids = table._server.topology.gather("pid", os.getpid(), "give its process id")
     worker.barrier()
     if world.rank == 0:
         script = "import os, signal, sys, time\npids = [int(p) for p in sys.argv[1:]]\n"

@@ -57,7 +57,7 @@ def _call_late(world: World, nodes: int) -> list[str]:
     node_of_rank = lambda rank: rank * nodes // world.size  # noqa: E731
     said = []
     with Table.create(KEYS, DIM, node_of_rank=node_of_rank) as table:
-        store = table.server.topology.ranks.store
+        store = table._server.topology.ranks.store
         assert store is not None
         for name, call in CALLS.items():
             if world.rank == 0:
@@ -95,7 +95,7 @@ def _close_early(world: World) -> tuple[str, tuple[int, ...]]:
         return "", ()
     with pytest.raises(PeerLostError) as raised:
         table.sync()
-    table.server.abort()
+    table._server.abort()
     return str(raised.value), raised.value.ranks
 
 
@@ -140,14 +140,14 @@ def test_a_rank_that_does_not_create_the_table_is_named(
 def _end(world: World, error: bool) -> tuple[int, str, tuple[int, ...]]:
     """The last rank of two nodes ends without closing the table, outside of any ``with``."""
     table = Table.create(KEYS, DIM, node_of_rank=lambda rank: rank // 2)
-    process = table.server.topology.gather("pid", os.getpid(), "give its process id")[3]
-    table.worker.barrier()
+    process = table._server.topology.gather("pid", os.getpid(), "give its process id")[3]
+    table._worker.barrier()
     if world.rank == 3:
         if error:
             raise ValueError("the data is broken")
         return process, "", ()
     with pytest.raises(PeerLostError) as raised:
-        table.worker.barrier()
+        table._worker.barrier()
     return process, str(raised.value), raised.value.ranks
 
 
@@ -193,7 +193,7 @@ def _step_alone(world: World, hosts: str, is_killed: bool) -> tuple[str, str, tu
         return type(error).__name__, str(error), error.ranks
     finally:
         store.set(f"reported/{world.rank}", "")
-        table.server.abort()
+        table._server.abort()
     return "", "", ()
 
 

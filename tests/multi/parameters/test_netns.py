@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from namespaces import Hosts, enter, missing, switched
+from nodes import Server, Worker
 from torchrelay import _native
 from torchrelay.errors import PeerLostError
-from torchrelay.parameters import Server, Worker
 from torchrelay.parameters._topology import topology_of
 from torchrelay.world import Ranks, World
 

@@ -23,7 +23,7 @@ PUSHES, BATCH, KEYS = 280, 60, 500  # 6 workers: 100,800 pushes
 
 def _push_and_count(world: World) -> None:
     table = Table.create(KEYS, 2, node_of_rank=lambda rank: rank // 2)
-    worker, keys = table.worker, torch.arange(KEYS)
+    worker, keys = table._worker, torch.arange(KEYS)
     generator = torch.Generator().manual_seed(world.rank)
     batches = [torch.randint(0, KEYS, (BATCH,), generator=generator) for _ in range(PUSHES)]
     for clock, batch in enumerate(batches):
@@ -46,7 +46,7 @@ def _push_and_count(world: World) -> None:
     assert not len(wrong), (
         f"keys {wrong.tolist()}: {out[wrong].tolist()}, not {expected[wrong].tolist()}"
     )
-    statistics = table.server.statistics()
+    statistics = table._server.statistics()
     assert statistics["relocations"] + statistics["replicas_made"] > 0
     assert statistics["protocol_errors"] == 0
     table.close()
@@ -67,18 +67,18 @@ def test_asynchronous_pushes_of_three_nodes_with_two_processes_each_are_all_coun
 @pytest.mark.processes(2)
 def test_two_processes_of_one_node_share_its_memory(world: World) -> None:
     table = Table.create(10, 1)
-    table.worker.push(torch.arange(10), torch.full((10,), world.rank + 1.0))
-    table.worker.barrier()
+    table._worker.push(torch.arange(10), torch.full((10,), world.rank + 1.0))
+    table._worker.barrier()
     out = torch.empty(10)
-    assert table.worker.pull_if_local(torch.arange(10), out)
+    assert table._worker.pull_if_local(torch.arange(10), out)
     assert (out == 3).all()
-    table.worker.barrier()
+    table._worker.barrier()
     table.close()
 
 
 def _lose_a_node(world: World) -> tuple[int, ...]:
     table = Table.create(100, 4, node_of_rank=lambda rank: rank)
-    worker, keys = table.worker, torch.arange(100)
+    worker, keys = table._worker, torch.arange(100)
     worker.push(keys, torch.ones(100, 4))
     worker.barrier()
     if world.rank == 2:
@@ -105,7 +105,7 @@ def test_a_killed_node_is_named_within_the_timeout(run_processes: RunProcesses) 
 def _lose_a_worker(world: World) -> float:
     """Two processes a node; one worker dies while it pushes, the others go on."""
     table = Table.create(50, 8, node_of_rank=lambda rank: rank // 2)
-    worker, keys = table.worker, torch.arange(50)
+    worker, keys = table._worker, torch.arange(50)
     worker.intent(keys, 0, 10_000)
     worker.barrier()
     if world.rank == 3:
@@ -119,7 +119,7 @@ def _lose_a_worker(world: World) -> float:
         worker.pull(keys, out)
         if out.min() >= 900 or time.monotonic() > deadline:
             break
-    store = table.server.topology.ranks.store
+    store = table._server.topology.ranks.store
     assert store is not None
     store.set(f"done/{world.rank}", "")
     store.wait([f"done/{rank}" for rank in range(3)])

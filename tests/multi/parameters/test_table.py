@@ -95,7 +95,7 @@ def test_the_first_step_has_its_keys_too_and_a_local_sample_is_here(world: World
         table.sync()
         with pytest.raises(ArgumentError, match="sampling was not enabled"):
             table.sample(3)
-        table.server.enable_sampling_support("local", seed=world.rank)
+        table.enable_sampling_support("local", seed=world.rank)
         drawn = table.sample(1000)
         assert set(drawn.tolist()) <= set(mine.tolist()) and len(drawn.unique()) > 100
         table.sync()
@@ -140,7 +140,7 @@ def _load(world: World, path: str) -> list[list[float]]:
             table.sync()
             load_rows(table, place)
             found.append(torch.empty(KEYS, table.row_length))
-            table.worker.pull_rows(torch.arange(KEYS), found[-1])
+            table._worker.pull_rows(torch.arange(KEYS), found[-1])
             table.sync()
         rows = found[0]
         assert all(torch.equal(one, rows) for one in found)

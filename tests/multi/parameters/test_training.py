@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -12,7 +13,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from torchrelay.errors import OperationTimeoutError, UnsupportedError
+from torchrelay.errors import (
+    ArgumentError,
+    MismatchError,
+    OperationTimeoutError,
+    UnsupportedError,
+)
 from torchrelay.parameters import Embedding, Table, TableWeight, optim
 from torchrelay.world import World
 
@@ -157,19 +163,85 @@ def test_wrappers_leave_the_weight_alone(world: World) -> None:
         assert torch.equal(table.weight.keys, torch.tensor([0, 1]))
         assert any(isinstance(p, TableWeight) for p in sharded.parameters())
         optimizer.step()
+        for norm_type in (1.0, 2.0, math.inf):
+            _clip_with_fsdp(world, table, norm_type)
         rows.weight = nn.Parameter(torch.zeros(0, DIM))  # type: ignore[assignment]
         with pytest.raises(UnsupportedError, match="ignored_modules"):
             rows(torch.tensor([1]))
         table.sync()
 
 
-def _one_rank_looks_nothing_up(world: World) -> tuple[str, list[int]]:
+def _clip_with_fsdp(world: World, table: Table, norm_type: float) -> None:
+    """``clip_grad_norm_`` over DTensors and a table equals that of dense tensors in one process."""
+    weight = torch.randn(ROWS, DIM, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    table.load_state_dict({"weight": weight})
+    ours: Any = Model(Embedding(ROWS, DIM, table=table))
+    fully_shard(ours, mesh=dist.device_mesh.init_device_mesh("cpu", (world.size,)))
+    theirs = Model(nn.Embedding(ROWS, DIM, _weight=weight))
+    table.gradients.replace(None)
+    batches = [torch.tensor([1, 2, 1]), torch.tensor([2, 5, 7])]
+    ours(batches[world.rank]).backward()
+    (sum(theirs(keys) for keys in batches) / world.size).backward()
+    norms = [
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5, norm_type=norm_type)
+        for model in (ours, theirs)
+    ]
+    torch.testing.assert_close(norms[0].full_tensor(), norms[1])  # type: ignore[attr-defined]
+    assert theirs.rows.weight.grad is not None and table.weight.grad is not None
+    torch.testing.assert_close(table.weight.grad + 0, theirs.rows.weight.grad[table.weight.keys])
+    torch.testing.assert_close(ours.dense.weight.grad.full_tensor(), theirs.dense.weight.grad)
+
+
+@pytest.mark.processes(2)
+def test_what_one_process_cannot_step_no_process_steps(world: World) -> None:
+    """An error of one rank is one on every rank, and the ranks stay together."""
+
+    def change(lr: Any = 1.0, **options: Any) -> Callable[[], None]:
+        return lambda: optimizer.param_groups[0].update(lr=lr, **options)
+
+    with Table.create(ROWS, DIM, optimizer=optim.sgd(1.0)) as table:
+        optimizer, module = table.optimizer(), Embedding(ROWS, DIM, table=table)
+        keys = torch.tensor([1])
+        with pytest.raises(MismatchError, match=r"is in a (backward pass|step), and"):
+            # The first backward pass, which only one rank has.
+            module(keys).sum().backward() if world.rank == 0 else optimizer.step()
+        reasons: list[tuple[Callable[[], Any], str]] = [
+            (change(-1.0), "must be finite and not negative"),
+            (change("fast"), "must be finite and not negative"),
+            (change(0.25), "at lr = 1.0, .* at lr = 0.25|at lr = 0.25, .* at lr = 1.0"),
+            (change(momentum=0.9), "momentum = 0.9 in a group"),
+            (optimizer.zero_grad, "without a gradient"),
+            (table.optimizer, "newer optimizer"),
+        ]
+        for number, (spoil, reason) in enumerate(reasons):
+            optimizer.zero_grad()
+            module(keys).sum().backward()
+            before = table.pull(keys)
+            if number % 2 == world.rank:
+                spoil()
+            with pytest.raises(
+                (ArgumentError, MismatchError), match=f"{reason}|and rank . cannot step"
+            ):
+                optimizer.step()
+            assert torch.equal(table.pull(keys), before)
+            optimizer = table.optimizer()
+            table.sync()
+        optimizer.zero_grad()
+        module(keys).sum().backward()
+        table.sync()
+        optimizer.step()
+        assert torch.equal(table.pull(keys), before - 1.0)
+        table.sync()
+
+
+def _one_rank_looks_nothing_up(world: World, earlier_passes: int) -> tuple[str, list[int]]:
     store = world.connect()
     store.set(f"started/{world.rank}", "")
     store.wait([f"started/{rank}" for rank in range(world.size)])  # the timeout is short
     with Table.create(ROWS, DIM, optimizer=optim.sgd(1.0), apply_gradients="step") as table:
         module = Embedding(ROWS, DIM, table=table)
-        module(torch.tensor([1])).sum().backward()
+        for _ in range(earlier_passes):
+            module(torch.tensor([1])).sum().backward()
         table.sync()
         try:
             if world.rank == 2:
@@ -180,14 +252,23 @@ def _one_rank_looks_nothing_up(world: World) -> tuple[str, list[int]]:
             return str(error), list(error.ranks)
         finally:
             store.set(f"named/{world.rank}", "")
-            table.server.abort()
+            table._server.abort()
             table._forget()
     return "", []
 
 
-def test_a_rank_without_a_backward_pass_is_named(run_processes: RunProcesses) -> None:
+@pytest.mark.parametrize("earlier_passes", [0, 1])
+def test_a_rank_without_a_backward_pass_is_named(
+    run_processes: RunProcesses, earlier_passes: int
+) -> None:
     environ = {"TORCHRELAY_PARAMETERS_TIMEOUT_S": "8"}
-    results = run_processes(_one_rank_looks_nothing_up, 3, timeout_s=100, environ=environ)
+    results = run_processes(
+        _one_rank_looks_nothing_up,
+        3,
+        timeout_s=100,
+        environ=environ,
+        earlier_passes=earlier_passes,
+    )
     for result in results[:2]:
         assert result.ok, result.error
         message, ranks = result.value

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from nodes import SETTINGS, in_threads, on_nodes
+from nodes import SETTINGS, Server, Worker, in_threads, on_nodes
 from torchrelay import _native
 from torchrelay.errors import OperationTimeoutError, PeerLostError, UnavailableError
-from torchrelay.parameters import Embedding, Server, Table, Worker, optim
+from torchrelay.parameters import Embedding, Table, optim
 from torchrelay.parameters._topology import Topology
 from waiting import eventually
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -296,10 +297,36 @@ def test_wrong_arguments_are_named(create: Callable[..., Table]) -> None:
         Embedding(ROWS, DIM, init=init)
     keys: Any = [1, 2]
     embedding: Any = Embedding(ROWS, DIM, table=table)
-    with pytest.raises(ArgumentError, match="keys must be a tensor"):
+    with pytest.raises(ArgumentError, match="keys must be a dense tensor"):
         embedding(keys)
     with pytest.raises(ArgumentError, match=r"pass embedding\.table"):
         IntentLoader([], lambda batch: batch, table=embedding)
+
+
+@pytest.mark.parametrize("how", ["break", "error", "closed", "keys_of"])
+def test_an_abandoned_intent_loader_is_quiet_and_ends_its_intents(how: str) -> None:
+    """An error in a generator that is collected is a warning, and so an error of the test."""
+    batches, seen = [torch.tensor([i]) for i in range(9)], 0
+
+    def keys_of(batch: torch.Tensor) -> torch.Tensor:
+        if how == "keys_of" and int(batch) == 5:
+            raise KeyError("a mistake in the caller's function")
+        return batch
+
+    table = Table.create(ROWS, DIM, optimizer=optim.sgd(1.0))
+    iterator = iter(IntentLoader(batches, keys_of, lookahead=4, table=table))
+    with contextlib.suppress(KeyError):
+        for _ in iterator:
+            seen += 1
+            if seen == 2 and how != "keys_of":
+                break
+    if how == "closed":
+        table.close()
+    del iterator
+    gc.collect()
+    if how != "closed":
+        assert table.clock == 5  # the end of the fifth batch, the last that was announced
+    table.close()
 
 
 def test_the_intent_loader_advances_the_clock(create: Callable[..., Table]) -> None:
@@ -318,7 +345,7 @@ def test_the_intent_loader_advances_the_clock(create: Callable[..., Table]) -> N
     )
     for _ in loader:
         break
-    assert table.clock == start + 11
+    assert table.clock == start + 13  # all three that were announced
     with pytest.raises(ArgumentError, match="lookahead"):
         IntentLoader(batches, lambda batch: batch, lookahead=0)
     with pytest.raises(ArgumentError, match="table="):

@@ -11,10 +11,9 @@ import struct
 import pytest
 import torch
 
-from nodes import on_nodes, pulled
+from nodes import Server, Worker, on_nodes, pulled
 from torchrelay import _native, config
 from torchrelay.errors import PeerLostError, ProtocolError
-from torchrelay.parameters import Server, Worker
 from waiting import eventually
 
 TOKEN = b"the right token!"

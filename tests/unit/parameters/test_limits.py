@@ -11,10 +11,10 @@ import time
 import pytest
 import torch
 
-from nodes import FAULTY, SETTINGS, on_nodes, pulled
+from nodes import FAULTY, SETTINGS, Server, Worker, on_nodes, pulled
 from torchrelay import _native, config
 from torchrelay.errors import ConfigError, OperationTimeoutError
-from torchrelay.parameters import KeyInit, Metrics, Server, Worker
+from torchrelay.parameters import KeyInit, Metrics
 from waiting import eventually
 
 

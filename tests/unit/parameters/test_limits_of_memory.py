@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from nodes import Server
 from torchrelay.errors import ArgumentError
-from torchrelay.parameters import Server
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nodes import on_nodes
+from nodes import Server, Worker, on_nodes
 from torchrelay.errors import UnavailableError
-from torchrelay.parameters import Server, Worker
 
 
 @pytest.mark.parametrize("with_replacement", [True, False])

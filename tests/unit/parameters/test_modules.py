@@ -154,6 +154,30 @@ def test_copies_and_pickles_say_what_to_do(tmp_path: Any) -> None:
     model[0].close()
 
 
+EXPORTS: dict[str, Callable[[nn.Module, Tensor], Any]] = {
+    "export": lambda model, keys: torch.export.export(model, (keys,)),
+    "strict export": lambda model, keys: torch.export.export(model, (keys,), strict=True),
+    "trace": torch.jit.trace,
+    "script": lambda model, keys: torch.jit.script(model),
+    "fx": lambda model, keys: torch.fx.symbolic_trace(model),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("ours", [Embedding, EmbeddingBag])
+def test_exports_say_what_to_do(ours: Any) -> None:
+    keys = torch.tensor([[1, 2]])
+    module = ours(ROWS, DIM, optimizer=optim.sgd(1.0))
+    for model in (module, nn.Sequential(module, nn.Linear(DIM, 1))):
+        for export in EXPORTS.values():
+            with pytest.raises(Exception, match=r"to_torch\(\)") as raised:
+                export(model, keys)
+            assert "Unsupported" in type(raised.value).__name__  # Dynamo's has our message
+    local = module.to_torch()
+    assert torch.equal(torch.export.export(local, (keys,)).module()(keys), module(keys))
+    module.close()
+
+
 def test_a_closed_table_cannot_be_used() -> None:
     table = Table.create(ROWS, DIM, optimizer=optim.sgd(1.0))
     module, optimizer = Embedding(ROWS, DIM, table=table), table.optimizer()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from nodes import FAULTY, SETTINGS, on_nodes, pulled
+from nodes import FAULTY, SETTINGS, Server, Topology, Worker, on_nodes, pulled
 from torchrelay import _native, config
 from torchrelay.errors import (
     ArgumentError,
@@ -19,15 +19,7 @@ from torchrelay.errors import (
     PeerLostError,
     UnsupportedError,
 )
-from torchrelay.parameters import (
-    Embedding,
-    KeyInit,
-    Server,
-    Table,
-    Topology,
-    UpdateRule,
-    Worker,
-)
+from torchrelay.parameters import Embedding, KeyInit, Table, UpdateRule
 from waiting import eventually
 
 TECHNIQUES = ["all", "replication_only", "relocation_only"]

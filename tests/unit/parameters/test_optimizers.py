@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from torchrelay.parameters import Server, UpdateRule, Worker
+from nodes import Server, Worker
+from torchrelay.parameters import UpdateRule
 
 KEYS, LENGTH, STEPS = 30, 6, 40
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from nodes import Server, Topology, Worker
 from torchrelay.errors import ArgumentError, UnavailableError
-from torchrelay.parameters import Server, Topology, Worker
 from torchrelay.parameters._sampling import Sampling
 
 SCHEMES = ["naive", "preloc", "pool", "local"]

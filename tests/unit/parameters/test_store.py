@@ -13,16 +13,9 @@ import numpy as np
 import pytest
 import torch
 
+from nodes import Server, Topology, Worker
 from torchrelay.errors import ArgumentError, UnavailableError
-from torchrelay.parameters import (
-    Embedding,
-    KeyInit,
-    Server,
-    Topology,
-    UpdateRule,
-    Worker,
-    optim,
-)
+from torchrelay.parameters import Embedding, KeyInit, UpdateRule, optim
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64]
 

@@ -16,18 +16,9 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ExponentialLR
 from torch.utils.checkpoint import checkpoint
 
-from nodes import in_threads
+from nodes import Server, Worker, in_threads
 from torchrelay.errors import ArgumentError, UnsupportedError
-from torchrelay.parameters import (
-    Embedding,
-    EmbeddingBag,
-    Server,
-    Table,
-    TableOptimizer,
-    TableWeight,
-    Worker,
-    optim,
-)
+from torchrelay.parameters import Embedding, EmbeddingBag, Table, TableOptimizer, TableWeight, optim
 
 # Of the references: torch's sparse Adagrad.
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
@@ -208,11 +199,11 @@ def test_pushed_gradients_that_are_not_finite_change_nothing(bad: float) -> None
     values = torch.ones(3, DIM)
     values[1, 0] = bad
     with Table.create(ROWS, DIM, optimizer=optim.sgd(1.0)) as table:
-        for push in (table.push, table.worker.push):
+        for push in (table.push, table._worker.push):
             with pytest.raises(ArgumentError, match="1 rows, the first that of key 2"):
                 push(keys, values)
         with pytest.raises(ArgumentError, match="key 2"):
-            table.worker.push(keys.numpy(), values.numpy())
+            table._worker.push(keys.numpy(), values.numpy())
         assert not table.pull(torch.arange(ROWS)).any()
         table.push(keys, torch.full((3, DIM), torch.finfo(torch.float32).max / 4))
     with Table.create(ROWS, DIM) as table:
@@ -280,7 +271,7 @@ def test_accesses_of_autograds_threads_do_not_overlap() -> None:
     with Table.create(ROWS, DIM, optimizer=optim.sgd(1.0), apply_gradients="backward") as table:
         module, keys = Embedding(ROWS, DIM, table=table), torch.tensor([1])
         losses = [module(keys).sum() for _ in range(2)]
-        worker: Any = table.worker
+        worker: Any = table._worker
         native = worker._native
         worker._native = watched = _Watched(native)
         in_threads([loss.backward for loss in losses])
@@ -297,6 +288,31 @@ def test_applying_in_the_backward_pass_refuses_a_scaler() -> None:
             scaler.scale(module(torch.tensor([1])).sum()).backward()
         assert not table.pull(torch.tensor([1])).any()
         del scaler
+
+
+def test_a_scaler_of_another_model_is_none_of_the_tables() -> None:
+    """Scaled losses are refused, now and later, also in sums; others are not."""
+    scaler, other = torch.amp.GradScaler("cpu"), nn.Linear(1, 1)
+    dense = torch.optim.SGD(other.parameters(), 0.1)
+    with Table.create(ROWS, DIM, optimizer=optim.sgd(1.0), apply_gradients="backward") as table:
+        module, keys = Embedding(ROWS, DIM, table=table), torch.tensor([1])
+        for step in range(3):
+            scaler.scale(other(torch.ones(1, 1)).sum()).backward()
+            scaler.step(dense)
+            scaler.update()
+            (0.5 * module(keys)).sum().backward()
+            assert (table.pull(keys) == -0.5 * (step + 1)).all()
+        for loss in (
+            scaler.scale(module(keys).sum()),
+            scaler.scale(module(keys).sum()) / 4,
+            scaler.scale(module(keys).sum()) + scaler.scale(module(keys).mean()),
+            scaler.scale(checkpoint(module, keys, use_reentrant=False).sum()),
+        ):
+            with pytest.raises(UnsupportedError, match=r"GradScaler.*for another model"):
+                loss.backward()
+        with pytest.raises(UnsupportedError, match="GradScaler"):
+            torch.autograd.grad(scaler.scale(module(keys).sum()), [module._lookup.anchor])
+        assert (table.pull(keys) == -1.5).all()
 
 
 @pytest.mark.parametrize(

@@ -23,10 +23,10 @@ import torch
 from torchrelay import config
 from torchrelay._waiting import duration
 from torchrelay.errors import ArgumentError, ConfigError, PeerLostError, TorchRelayError
-from torchrelay.parameters import AccessHandle
-from torchrelay.parameters import Server as _Server
-from torchrelay.parameters import Worker as _Worker
+from torchrelay.parameters._server import Server as _Server
 from torchrelay.parameters._topology import TECHNIQUES, Topology, topology_of
+from torchrelay.parameters._worker import AccessHandle
+from torchrelay.parameters._worker import Worker as _Worker
 from torchrelay.world import Ranks, World
 
 if TYPE_CHECKING:
