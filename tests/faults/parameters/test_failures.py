@@ -260,7 +260,7 @@ def test_a_forked_child_leaves_the_table_of_its_parent_alone(
 def test_a_forked_child_that_ends_leaves_the_table_of_its_parent_alone() -> None:
     script = """if True:
         import os, sys
-        from torchrelay.parameters import Table, Worker
+        from torchrelay.parameters import Table
         table = Table.create(4, 2)
         table.advance_clock()
         child = os.fork()
