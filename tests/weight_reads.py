@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import random
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -147,6 +148,42 @@ class Keeper(Raw):
         if not self.kept:
             self.kept.append(self.second.weight.t())
         return self.second(x) @ self.kept[0]  # type: ignore[no-any-return]
+
+
+class Referrer(Raw):
+    """Has a weak reference to a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = weakref.ref(self.second.weight)
+
+    def forward(self, x: torch.Tensor, program: torch.Tensor) -> torch.Tensor:
+        weight = self.weight()
+        assert weight is not None
+        return self.first(x) @ weight  # type: ignore[no-any-return]
+
+
+_prepared: dict[int, torch.Tensor] = {}
+
+
+class Preparer(Raw):
+    """Keeps a form of a weight by its address, with all other modules of its kind, as the callers
+    of kernels do.
+    """
+
+    def forward(self, x: torch.Tensor, program: torch.Tensor) -> torch.Tensor:
+        key = self.second.weight.data_ptr()
+        if key not in _prepared:
+            _prepared[key] = self.second.weight.t().contiguous()
+        return self.first(x) @ _prepared[key]  # type: ignore[no-any-return]
+
+
+def referrer() -> nn.Module:
+    return Referrer()
+
+
+def preparer() -> nn.Module:
+    return Preparer()
 
 
 def raw() -> nn.Module:

@@ -20,7 +20,6 @@ __all__ = [
     "inner_tensors",
     "is_fake",
     "is_host_memory",
-    "is_viewed",
     "parse_to",
     "parts_of",
     "results_on_device",
@@ -172,13 +171,6 @@ def storage_at(address: int, size_bytes: int, device: torch.device) -> torch.Unt
     """Return a storage over the bytes at `address`, which the caller keeps mapped."""
     made: Any = torch._C._construct_storage_from_data_pointer(address, device, size_bytes)
     return made  # type: ignore[no-any-return]
-
-
-def is_viewed(storage: torch.UntypedStorage) -> bool:
-    """Return whether anything but `storage` itself, such as a tensor or an array, refers to its
-    memory.
-    """
-    return torch._C._storage_Use_Count(storage._cdata) > 1
 
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from torchrelay.errors import ArgumentError, CapacityError
-from torchrelay.switching._contract import align
+from torchrelay.switching._contract import ALIGNMENT_BYTES, align
 
 __all__ = ["Arena", "ArenaBlock", "Placement"]
 
@@ -54,10 +54,14 @@ class _Tenant:
 
 
 class Arena:
-    """Allocates `size_bytes` to groups of models. Not thread-safe: one thread owns it."""
+    """Allocates `size_bytes` to groups of models, in granules. Not thread-safe: one thread owns
+    it.
+    """
 
-    def __init__(self, size_bytes: int) -> None:
-        self.size_bytes = size_bytes // align(1) * align(1)
+    def __init__(self, size_bytes: int, granule_bytes: int = ALIGNMENT_BYTES) -> None:
+        self.size_bytes = size_bytes // granule_bytes * granule_bytes
+        self.granule_bytes = granule_bytes
+        self.dropped: list[tuple[str, int]] = []  # groups that lost their bytes, for the caller
         self._tenants: dict[str, _Tenant] = {}
         self._clock = 0
 
@@ -87,7 +91,7 @@ class Arena:
         """
         tenant, evicted = self._tenants.get(model) or _Tenant(), list[ArenaBlock]()
         if len(tenant.blocks) < len(sizes):
-            sizes = [align(size_bytes) for size_bytes in sizes]
+            sizes = [align(size_bytes, self.granule_bytes) for size_bytes in sizes]
             if sum(sizes) > self.size_bytes:
                 raise CapacityError(
                     f"model {model!r} takes {sum(sizes)} bytes, the arena has {self.size_bytes}; "
@@ -144,7 +148,9 @@ class Arena:
         """
         if self.is_pinned(model):
             raise ArgumentError(f"model {model!r} is in use and cannot be evicted")
-        self._tenants.pop(model, None)
+        tenant = self._tenants.pop(model, None)
+        if tenant is not None:
+            self.dropped += [(model, group) for group in tenant.blocks]
 
     def _touch(self, tenant: _Tenant) -> None:
         self._clock += 1
@@ -154,6 +160,7 @@ class Arena:
         tenant = self._tenants[model]
         del tenant.blocks[group]
         tenant.ready.discard(group)
+        self.dropped.append((model, group))
         if not tenant.blocks and not tenant.pins:
             del self._tenants[model]
 

@@ -1,141 +1,166 @@
-"""Modules whose tensors view memory elsewhere, which may not have arrived yet.
+"""Modules whose tensors have addresses of their own, behind which memory comes and goes.
 
-While a module runs, a tensor whose bytes have not arrived has an address behind which there is no
-memory. Operators wait for it (:class:`Arrivals`); whatever else reads it fails, and never reads
-bytes that are another model's. A module that runs once all have arrived needs none of this.
+An address without memory cannot be read. While a module runs before all its bytes have arrived,
+operators wait for those that they need (:class:`Arrivals`); whatever else reads them fails, and
+never reads bytes that are another model's. A module that runs once all have arrived needs none of
+this.
 """
 
 from __future__ import annotations
 
-import gc
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from torchrelay import _torch
-from torchrelay.errors import ModelError
-from torchrelay.switching._contract import align
-from torchrelay.switching._layout import ModelLayout, TensorSpec, view_of
+from torchrelay.deferred import is_deferred
+from torchrelay.switching._contract import AddressRange
+from torchrelay.switching._layout import Grouped, TensorSpec, view_of
 
-__all__ = ["Arrivals", "Binding"]
+__all__ = ["Arrivals", "Binding", "Reservable"]
 
 
-@dataclass
-class _Slot:
-    """A storage of the module, and the memory that its tensors view."""
+class Reservable(Protocol):
+    """Protocol of what a binding needs of a :class:`SharedCache`."""
 
-    size_bytes: int
-    absent: torch.UntypedStorage  # without memory behind it
-    # With each tensor, the view that it is of the absent storage.
-    tensors: list[tuple[torch.Tensor, TensorSpec, torch.Tensor]] = field(default_factory=list)
-    memory: torch.UntypedStorage | None = None
-    address: int = 0  # of `memory`
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def granule_bytes(self) -> int: ...
+
+    def reserve(self, size_bytes: int) -> AddressRange: ...
 
 
 class Binding:
-    """A module whose tensors view memory elsewhere, one storage at a time.
+    """A module whose tensors view addresses that no other model of the process has, now or later.
 
-    The module's own tensors are replaced, so that a deferred module needs no memory. A storage is
-    absent until :meth:`bind` is called for it.
+    The tensors are made once; the same objects, where the module has memory of its own. Each group
+    has granules of its own, which are mapped as a whole.
     """
 
-    def __init__(
-        self, module: torch.nn.Module, layout: ModelLayout, device: torch.device, nowhere: int
-    ) -> None:
-        """Take `module`, whose tensors are those of `layout`.
+    def __init__(self, module: torch.nn.Module, grouped: Grouped, memory: Reservable) -> None:
+        """Take `module`, whose tensors are those of the layout; no group has memory yet.
 
-        Args:
-            nowhere: the first of `layout.size_bytes` addresses of `device` without memory.
+        Raises:
+            SegmentError: the process has no addresses left.
         """
         self.module = module
-        self.layout = layout
-        self._device = device
-        self._kept = ""  # the path of a tensor of which something else keeps a view
-        self._slots: list[_Slot] = []
-        self._starts: list[int] = []  # of the storages while they are absent
-        self._end = nowhere
-        for size_bytes in layout.storages:
-            self._starts.append(self._end)
-            self._slots.append(_Slot(size_bytes, _torch.storage_at(self._end, size_bytes, device)))
-            self._end += align(size_bytes)
+        self.grouped = grouped
+        self._granule = memory.granule_bytes
+        self._group_starts = grouped.starts(self._granule)
+        self._offsets = [-1] * len(grouped.groups)  # of each group in the memory; -1: not mapped
+        self._places: tuple[int, ...] = ()  # what `bind` was called with, if all groups are there
+        layout = grouped.layout
+        self._range = memory.reserve(max(self._group_starts[-1], self._granule))
+        self._end = self._range.address + self._group_starts[-1]
+        addresses = [self._range.address] * len(layout.storages)
+        for group, start in enumerate(self._group_starts[:-1]):
+            for storage, offset in grouped.places(group):
+                addresses[storage] += start + offset
+        filled = sorted((at, one) for one, at in enumerate(addresses) if layout.storages[one])
+        self._address_of = {one: at for at, one in filled}
+        self._addresses = [at for at, _ in filled]
+        self._storages = [one for _, one in filled]
+        self._absent = set(self._storages)
+        made = [
+            _torch.storage_at(at, size_bytes, memory.device)
+            for at, size_bytes in zip(addresses, layout.storages, strict=True)
+        ]
         for spec in layout.tensors:
-            slot = self._slots[spec.storage]
-            tensor = torch.empty(0, dtype=spec.dtype, device=device)
-            if spec.is_parameter:
-                tensor = torch.nn.Parameter(tensor, requires_grad=spec.requires_grad)
-            else:
-                tensor.requires_grad_(spec.requires_grad)
-            tensor.data = _view(slot.absent, spec)
-            for path in spec.paths:
-                _replace(module, path, tensor)
-            slot.tensors.append((tensor, spec, _view(slot.absent, spec)))
+            _place(module, spec, made[spec.storage])
 
-    def addresses(self) -> list[int]:
-        """Return where each storage is bound; 0 for those that are absent or empty."""
-        return [slot.address for slot in self._slots]
-
-    def bind(self, storage: int, address: int) -> None:
-        """Let the tensors of `storage` view the bytes at `address`; free if they do already."""
-        slot = self._slots[storage]
-        if slot.address == address or not slot.size_bytes:
+    def bind(self, offsets: Sequence[int], missing: Sequence[int] = ()) -> None:
+        """Map the groups at `offsets` of the memory, except for those that are `missing`; costs
+        nothing if they are there already.
+        """
+        if self._places == offsets and not missing:
             return
-        memory = _torch.storage_at(address, slot.size_bytes, self._device)
-        for tensor, spec, _ in slot.tensors:
-            tensor.data = _view(memory, spec)
-        self._leave(slot)
-        slot.memory, slot.address = memory, address
+        self._places = ()
+        for group, offset in enumerate(offsets):
+            self._map(group, -1 if group in missing else offset)
+        if not missing:
+            self._places = tuple(offsets)
 
-    def unbind(self, storage: int) -> None:
-        """Make the storage absent."""
-        slot = self._slots[storage]
-        for tensor, _, view in slot.tensors:
-            tensor.data = view
-        self._leave(slot)
+    def arrive(self, group: int, offset: int) -> None:
+        """Map a group whose bytes are in place now."""
+        self._map(group, offset)
 
-    def check(self) -> None:
-        """Raise :class:`ModelError` if something else views memory that a storage has left."""
-        if self._kept:
-            raise ModelError(
-                f"the model keeps a view of {self._kept} from one request to the next, and its "
-                "weights move: make the view in each call of forward, or keep a clone of it"
-            )
+    def leave(self, groups: Sequence[int] | None = None) -> None:
+        """Unmap groups, by default all, because others get their memory."""
+        self._places = ()
+        for group in range(len(self._offsets)) if groups is None else groups:
+            self._map(group, -1)
 
     def absent(self, tensor: torch.Tensor) -> int | None:
-        """Return the storage that `tensor` views, if it is an absent one."""
+        """Return the storage that `tensor` views, if it has no memory."""
         try:
             address = tensor.data_ptr()
         except RuntimeError:  # sparse tensors and subclasses without memory of their own
             return None
-        if not self._starts or not self._starts[0] <= address < self._end:
+        if not self._range.address <= address < self._end:
             return None
-        return bisect_right(self._starts, address) - 1
+        storage = self._storages[bisect_right(self._addresses, address) - 1]
+        return storage if storage in self._absent else None
 
-    def correct(self, tensor: torch.Tensor, storage: int) -> None:
-        """Let a view of `storage`, made while that was absent, view its memory."""
-        slot = self._slots[storage]
-        if self.absent(tensor) is not None and slot.memory is not None:
-            offset = int(tensor.storage_offset())
-            tensor.data = view_of(slot.memory, tensor.dtype, offset, tensor.shape, tensor.stride())
+    def trace(self, run: Callable[[], object], used: Callable[[int], object]) -> None:
+        """Run the module, all of which is bound, without memory, and call `used` with each storage
+        when an operator first needs it, and gets it.
+        """
+        offsets = list(self._offsets)
+        shown: set[int] = set()  # granules that parts of a storage are in
+        runs: list[tuple[int, int]] = []
 
-    def _leave(self, slot: _Slot) -> None:
-        memory, slot.memory, slot.address = slot.memory, None, 0
-        if memory is None or not _torch.is_viewed(memory):
+        def show(storage: int) -> None:
+            used(storage)
+            group = self.grouped.group_of[storage]
+            at = self._address_of[storage] - self._range.address
+            first = at // self._granule
+            last = (at + self.grouped.layout.storages[storage] - 1) // self._granule
+            wanted = [first + (first in shown), last + 1 - (last in shown and last > first)]
+            shown.update((first, last))
+            start, size = wanted[0] * self._granule, (wanted[1] - wanted[0]) * self._granule
+            if size > 0:
+                offset = offsets[group] + start - self._group_starts[group]
+                self._range.map(start, offset, size)
+                runs.append((start, size))
+            self._absent.discard(storage)
+
+        self.leave()
+        try:
+            with Arrivals(self, show):
+                run()
+        finally:
+            for start, size in runs:
+                self._range.unmap(start, size)
+            self.bind(offsets)
+
+    def _map(self, group: int, offset: int) -> None:
+        """Let `group` have the memory from `offset`, or none for -1."""
+        before = self._offsets[group]
+        start, end = self._group_starts[group : group + 2]
+        if before == offset:
             return
-        gc.collect()  # uncollected garbage does not count
-        if _torch.is_viewed(memory):
-            self._kept = slot.tensors[0][1].paths[0]
+        if before >= 0 and end > start:
+            self._range.unmap(start, end - start)
+        self._offsets[group] = -1
+        self._absent.update(self.grouped.groups[group])
+        if offset >= 0:
+            if end > start:
+                self._range.map(start, offset, end - start)
+            self._offsets[group] = offset
+            self._absent.difference_update(self.grouped.groups[group])
 
 
 class Arrivals(TorchDispatchMode):
     """Before each operator, waits for the absent storages that its arguments view."""
 
     def __init__(self, binding: Binding, wait: Callable[[int], None]) -> None:
-        """`wait` returns once the storage is bound."""
+        """`wait` returns once the storage has memory."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._binding = binding
         self._wait = wait
@@ -152,9 +177,7 @@ class Arrivals(TorchDispatchMode):
         for value in _tensors(args, kwargs):
             storage = self._binding.absent(value)
             if storage is not None:
-                with torch.inference_mode(False):
-                    self._wait(storage)
-                    self._binding.correct(value, storage)
+                self._wait(storage)
         return func(*args, **(kwargs or {}))
 
 
@@ -169,11 +192,20 @@ def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Iterator[t
         yield from (one for one in tree_iter(kwargs) if isinstance(one, torch.Tensor))
 
 
-def _view(storage: torch.UntypedStorage, spec: TensorSpec) -> torch.Tensor:
-    return view_of(storage, spec.dtype, spec.offset, spec.shape, spec.stride)
-
-
-def _replace(module: torch.nn.Module, path: str, tensor: torch.Tensor) -> None:
-    prefix, _, name = path.rpartition(".")
-    # setattr, as recurrent layers keep a list of their weights up to date by it.
-    setattr(module.get_submodule(prefix), name, tensor)
+def _place(module: torch.nn.Module, spec: TensorSpec, storage: torch.UntypedStorage) -> None:
+    """Let the tensor of `spec` view `storage`: the module's own one, to which it may have other
+    references, unless that has no memory or cannot be changed.
+    """
+    view = view_of(storage, spec.dtype, spec.offset, spec.shape, spec.stride)
+    prefix, _, name = spec.paths[0].rpartition(".")
+    tensor: torch.Tensor = getattr(module.get_submodule(prefix), name)
+    if is_deferred(tensor) or tensor.is_inference() or not tensor.is_leaf:
+        tensor = torch.nn.Parameter(view, spec.requires_grad) if spec.is_parameter else view
+    tensor.data = view
+    tensor.requires_grad_(spec.requires_grad)
+    for path in spec.paths:
+        prefix, _, name = path.rpartition(".")
+        owner = module.get_submodule(prefix)
+        if getattr(owner, name) is not tensor:
+            # setattr, as recurrent layers keep a list of their weights up to date by it.
+            setattr(owner, name, tensor)

@@ -8,7 +8,7 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from torchrelay.errors import (
     PeerLostError,
     ProtocolError,
 )
-from torchrelay.switching._contract import ALIGNMENT_BYTES, DeviceMemory, align
+from torchrelay.switching._contract import ALIGNMENT_BYTES, AddressRange, DeviceMemory, align
 from torchrelay.switching._host import HostMemory
 from torchrelay.switching._layout import layout_of
 
@@ -51,12 +51,16 @@ class SharedCache(Resource):
         self._regions: list[Region] = []
 
     @classmethod
-    def allocate(cls, size_bytes: int, device: str | torch.device = "cpu") -> SharedCache:
+    def allocate(
+        cls, size_bytes: int, device: str | torch.device = "cpu", *, max_parts: int = 1
+    ) -> SharedCache:
         """Allocate `size_bytes` on `device` and touch all of it.
 
         Args:
             device: "cpu", "cuda[:index]", or "auto": CUDA if this machine has a device, else the
                 CPU.
+            max_parts: on CUDA, how many allocations it may consist of. A part is the least that
+                :meth:`reserve` maps; :meth:`send` takes a cache of one.
 
         CUDA rounds the size up to its granule of 2 MiB.
 
@@ -73,7 +77,7 @@ class SharedCache(Resource):
         if device.type == "cuda":
             from torchrelay.switching._cuda import CudaMemory  # noqa: PLC0415 - needs the [cuda] extra
 
-            return cls(CudaMemory.allocate(size_bytes, device))
+            return cls(CudaMemory.allocate(size_bytes, device, max_parts))
         raise ArgumentError(f"device = {device}: the choices are auto, cpu and cuda[:index]")
 
     @classmethod
@@ -87,23 +91,24 @@ class SharedCache(Resource):
         """
         header, descriptor = _receive_descriptor(address, timeout_s=timeout_s)
         try:
-            return cls.from_descriptor(header, descriptor)
+            return cls.from_descriptors(header, [descriptor])
         finally:
             os.close(descriptor)
 
     @classmethod
-    def from_descriptor(cls, header: dict[str, object], descriptor: int) -> SharedCache:
-        """Map the memory of an exported descriptor, described by :meth:`describe`.
+    def from_descriptors(cls, header: dict[str, object], descriptors: Iterable[int]) -> SharedCache:
+        """Map the memory of exported descriptors, one for each part, described by :meth:`describe`.
 
-        The caller closes the descriptor.
+        The caller closes the descriptors; each is used before the next one is taken.
         """
         try:
             device = torch.device(str(header["device"]))
-            size_bytes, read_only = int(str(header["size_bytes"])), bool(header["read_only"])
+            size_bytes, parts = int(str(header["size_bytes"])), int(str(header["parts"]))
+            read_only = bool(header["read_only"])
         except (KeyError, ValueError, RuntimeError) as error:
             raise ProtocolError(f"malformed description of a shared cache: {error}") from error
         if device.type == "cpu":
-            memory: DeviceMemory = HostMemory.open(descriptor, read_only=read_only)
+            memory: DeviceMemory = HostMemory.open(next(iter(descriptors)), read_only=read_only)
             if memory.size_bytes != size_bytes:
                 raise ProtocolError(
                     f"the cache holds {memory.size_bytes} bytes, not {size_bytes} as announced"
@@ -111,16 +116,23 @@ class SharedCache(Resource):
             return cls(memory)
         from torchrelay.switching._cuda import CudaMemory  # noqa: PLC0415
 
-        return cls(CudaMemory.open(descriptor, size_bytes, device, read_only=read_only))
+        part_bytes = size_bytes // parts
+        return cls(CudaMemory.open(descriptors, part_bytes, device, read_only=read_only))
 
     def describe(self, *, read_only: bool = False) -> dict[str, object]:
-        """Return the JSON values that :meth:`from_descriptor` needs beside a descriptor."""
-        read_only = read_only or self.read_only
-        return {"device": str(self.device), "size_bytes": self.size_bytes, "read_only": read_only}
+        """Return the JSON values that :meth:`from_descriptors` needs beside descriptors."""
+        return {
+            "device": str(self.device),
+            "size_bytes": self.size_bytes,
+            "parts": self.parts,
+            "read_only": read_only or self.read_only,
+        }
 
-    def export(self, *, read_only: bool = False) -> int:
-        """Return a new descriptor of the memory, for a child process; the caller closes it."""
-        return self._mapped().export(read_only=read_only or self.read_only)
+    def export(self, part: int = 0, *, read_only: bool = False) -> int:
+        """Return a new descriptor of a part of the memory, for a child process; the caller closes
+        it.
+        """
+        return self._mapped().export(part, read_only=read_only or self.read_only)
 
     def send(
         self, address: str | Path, *, read_only: bool = False, timeout_s: float = 60.0
@@ -165,11 +177,24 @@ class SharedCache(Resource):
         data = self._mapped().tensor().narrow(0, offset_bytes, size_bytes)
         return data.view(dtype).view(tuple(shape))
 
-    def nowhere(self) -> int:
-        """Return the first of `size_bytes` addresses of this process without memory: whatever reads
-        one fails.
+    @property
+    def parts(self) -> int:
+        """How many descriptors another process needs."""
+        return self._mapped().parts
+
+    @property
+    def granule_bytes(self) -> int:
+        """The unit of what :meth:`reserve` maps."""
+        return self._mapped().granule_bytes
+
+    def reserve(self, size_bytes: int) -> AddressRange:
+        """Return addresses that this process has not used before, and never uses for anything else,
+        behind which parts of the memory can be mapped.
+
+        Raises:
+            SegmentError: there are none left.
         """
-        return self._mapped().nowhere()
+        return self._mapped().reserve(size_bytes)
 
     def insert_for_parameter(self, size_bytes: int = 1 << 30, offset_bytes: int = 0) -> Region:
         """Return a region of `size_bytes` from `offset_bytes` for parameters.

@@ -16,8 +16,9 @@ from torchrelay.errors import CapacityError, ModelError, NotFoundError, TorchRel
 from torchrelay.switching import _messages
 from torchrelay.switching._contract import WorkerLink
 from torchrelay.switching._fleet import Fleet, WorkerProcess
+from torchrelay.switching._layout import Grouped
 from torchrelay.switching._loop import Loop
-from torchrelay.switching._planner import Costs, Grouped
+from torchrelay.switching._planner import Costs, grouped_by_profile
 from torchrelay.switching._profile import Profile, load_profile, save_profile
 from torchrelay.switching._queue import Request, RequestQueue
 from torchrelay.switching._residency import Residency, Served
@@ -44,7 +45,7 @@ class Catalog:
     options: Switching
     models: dict[str, Served] = field(default_factory=dict)
     _leaving: dict[str, list[StoredModel]] = field(default_factory=dict, init=False)
-    _building: tuple[WorkerProcess, Served] | None = None  # a module, by a worker
+    _builds: dict[WorkerProcess, Served] = field(default_factory=dict, init=False)
 
     def add(self, model: StoredModel, priority: int) -> Future[None]:
         """Serve `model`, replacing one of its name; the future is done when a request can run.
@@ -54,7 +55,7 @@ class Catalog:
         """
         whole = Grouped.one_group(model.layout)
         arena_bytes = self.residency.arena.size_bytes
-        if sum(whole.sizes) > arena_bytes:
+        if not self._fits(whole):
             raise CapacityError(
                 f"model {model.name!r} takes {model.size_bytes} bytes, the arena has "
                 f"{arena_bytes}; start with larger arena_bytes"
@@ -62,6 +63,9 @@ class Catalog:
         if model.name in self.models:
             self.remove(model.name, "was replaced")
         served = self.models[model.name] = Served(model, whole, priority)
+        profile = load_profile(self._profile_file(served), len(model.layout.storages))
+        if profile is not None:
+            served.grouped, served.is_planned = self._use_profile(served, profile), True
         return served.ready
 
     def remove(self, name: str, reason: str = "was unloaded") -> None:
@@ -75,8 +79,6 @@ class Catalog:
             raise NotFoundError(f"there is no model {name!r} to unload")
         self._fail_waiting(served, NotFoundError(f"model {name!r} {reason}"))
         self._leaving.setdefault(name, []).append(served.model)
-        if self._building is not None and self._building[1] is served:
-            self.fleet.lose(self._building[0], f"was building model {name!r}, which {reason}")
 
     def can_run(self, served: Served, is_profile: bool = False) -> bool:
         """Return whether requests to the model may run: it is profiled, or the request
@@ -106,7 +108,8 @@ class Catalog:
                 self._forget(name)
         for name, served in self.models.items():
             if served.regroup is not None and self.residency.is_unused(name):
-                self.residency.arena.evict(name)
+                if served.regroup != served.grouped:
+                    self.residency.arena.evict(name)
                 served.apply_regroup()
 
     def build(self, pause_training: Callable[[], None]) -> None:
@@ -115,17 +118,18 @@ class Catalog:
         A module that it could not build, or that several workers in a row were lost with, is tried
         again for a request only. Training makes way for the first build of a model.
         """
-        if self._building is not None:
-            return
+        if any(self.models.get(one.name) is one for one in self._builds.values()):
+            return  # a removed model is built to its end, and holds nobody up
         for worker in self.fleet.workers:
             if worker.user is not None:
                 continue
             for name, served in self.models.items():
-                outdated = worker.loaded.get(name) != served.key
+                is_profiling = served.profiling and not served.is_planned
+                outdated = worker.loaded.get(name) != served.key and not is_profiling
                 has_failed = served.error is not None or name in worker.failed
                 is_lethal = served.lost_builds >= _MAX_LOST_BUILDS
                 if outdated and not (has_failed or is_lethal or name in self._leaving):
-                    self._building = worker, served
+                    self._builds[worker] = served
                     worker.work_for(self, self.options.start_timeout_s)
                     self.send_build(worker, served)
                     return
@@ -136,7 +140,7 @@ class Catalog:
             pause_training()
 
     def send_build(self, worker: WorkerProcess, served: Served) -> None:
-        """Let `worker` build the model's module, or switch to its new groups."""
+        """Let `worker` build the model's module."""
         model, groups = served.model, served.grouped.groups
         worker.loaded[model.name] = served.key
         worker.send(_messages.Load(model.name, model.version, model.factory, model.layout, groups))
@@ -145,21 +149,19 @@ class Catalog:
 
     def on_message(self, worker: WorkerProcess, built: _messages.Built, _: list[int]) -> None:
         """Ask for a profile once the first worker has built the model."""
-        self._building = None
+        served = self._builds.pop(worker)
         worker.release()
-        self.note_built(worker, built)
-        served = self.models.get(built.model)
-        if served is None or served.model.version != built.version:
+        if self.models.get(built.model) is not served:
             return
-        if served.profiling or served.ready.done():
+        self.note_built(worker, built)
+        if served.ready.done() or (served.profiling and not served.is_planned):
             return
         if built.error is not None:
             self._fail(served, from_json(built.error, ModelError))
             return
         served.profiling = True
-        profile = load_profile(self._profile_file(served), len(served.model.layout.storages))
-        if profile is not None:
-            self._group(served, profile)
+        if served.is_planned:
+            served.settle()
             return
         inputs = {spec.name: spec.example_tensor() for spec in served.model.inputs}
         request = Request(served.name, inputs, priority=_PROFILE_PRIORITY, is_profile=True)
@@ -170,9 +172,7 @@ class Catalog:
 
     def on_lost(self, worker: WorkerProcess) -> None:
         """Handle a build that took too long or killed the worker."""
-        assert self._building is not None
-        served, self._building = self._building[1], None
-        self.note_lost_build(worker, served)
+        self.note_lost_build(worker, self._builds.pop(worker))
 
     def note_built(self, worker: WorkerProcess, built: _messages.Built) -> None:
         """Note whether the worker has a module now."""
@@ -197,7 +197,7 @@ class Catalog:
         guessed = [spec for spec in served.model.inputs if spec.is_guessed]
         if error is None:
             save_profile(self._profile_file(served), future.result())
-            self._group(served, future.result())
+            served.regroup = self._use_profile(served, future.result())
         elif guessed and isinstance(error, ModelError):
             shapes = ", ".join(f"{spec.name} of shape {spec.example_shape}" for spec in guessed)
             text = (
@@ -229,13 +229,20 @@ class Catalog:
             self.link.unregister(model.bytes(0, model.size_bytes))
         for worker in self.fleet.workers:
             worker.failed.discard(name)
+            worker.mapped.discard(name)
             if worker.loaded.pop(name, None) is not None:
                 worker.send(_messages.Unload(name))
 
-    def _group(self, served: Served, profile: Profile) -> None:
-        layout, policy = served.model.layout, self.options.grouping
+    def _use_profile(self, served: Served, profile: Profile) -> Grouped:
+        """Keep the outputs; return the groups that are best by the profile, and fit the arena."""
+        layout = served.model.layout
         served.outputs = profile.outputs
-        served.regroup = Grouped.of_profile(layout, profile, self.costs, policy)
+        grouped = grouped_by_profile(layout, profile, self.costs, self.options.grouping)
+        return grouped if self._fits(grouped) else Grouped.one_group(layout)
+
+    def _fits(self, grouped: Grouped) -> bool:
+        arena = self.residency.arena
+        return grouped.starts(arena.granule_bytes)[-1] <= arena.size_bytes
 
     def _profile_file(self, served: Served) -> Path | None:
         """Return where the profile is kept: it depends on machine, device, threads and torch."""

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-__all__ = ["ALIGNMENT_BYTES", "Copy", "DeviceMemory", "WorkerLink", "align"]
+__all__ = ["ALIGNMENT_BYTES", "AddressRange", "Copy", "DeviceMemory", "WorkerLink", "align"]
 
 # What cudaMalloc guarantees, and what vectorised kernels may rely on.
 ALIGNMENT_BYTES = 512
@@ -21,6 +21,30 @@ ALIGNMENT_BYTES = 512
 def align(size_bytes: int, alignment_bytes: int = ALIGNMENT_BYTES) -> int:
     """Round `size_bytes` up to a multiple of `alignment_bytes`."""
     return -(-size_bytes // alignment_bytes) * alignment_bytes
+
+
+class AddressRange(Protocol):
+    """Addresses of this process behind which parts of a :class:`DeviceMemory` come and go.
+
+    Whatever reads an address without memory behind it fails. The addresses stay reserved until this
+    process ends, so nothing else ever has one of them. Offsets and sizes are multiples of the
+    memory's granule.
+    """
+
+    @property
+    def address(self) -> int:
+        """The first address."""
+
+    def map(self, start_bytes: int, offset_bytes: int, size_bytes: int) -> None:
+        """Put the memory from `offset_bytes` behind the addresses from `start_bytes`, which have
+        none.
+
+        Raises:
+            SegmentError: the kernel or the driver refuses.
+        """
+
+    def unmap(self, start_bytes: int, size_bytes: int) -> None:
+        """Undo the :meth:`map` of the same addresses. Nothing may read them meanwhile."""
 
 
 class DeviceMemory(Protocol):
@@ -44,17 +68,26 @@ class DeviceMemory(Protocol):
     def tensor(self) -> torch.Tensor:
         """Return the whole block as a uint8 tensor of `size_bytes` elements, without copying."""
 
-    def export(self, *, read_only: bool = False) -> int:
+    @property
+    def parts(self) -> int:
+        """How many descriptors, of parts of equal size, another process needs."""
+
+    def export(self, part: int = 0, *, read_only: bool = False) -> int:
         """Return a new descriptor for another process; the caller closes it.
 
         A descriptor exported with `read_only` cannot be mapped writable where the device enforces
         it. Of a read-only mapping, only such descriptors are exported.
         """
 
-    def nowhere(self) -> int:
-        """Return the first of `size_bytes` addresses without memory: whatever reads one fails.
+    @property
+    def granule_bytes(self) -> int:
+        """The unit of what an :class:`AddressRange` maps."""
 
-        They stay reserved until this process ends.
+    def reserve(self, size_bytes: int) -> AddressRange:
+        """Return addresses that this process has not used before, with no memory behind them.
+
+        Raises:
+            SegmentError: there are none left.
         """
 
 

@@ -1,7 +1,8 @@
 """Device memory on CUDA: virtual memory management of the driver, through `cuda-bindings`.
 
-An arena is one physical allocation (`cuMemCreate`), exported as a file descriptor and mapped at an
-address of each process's own. It lives in the device's primary context, which torch uses too.
+A block is one or more physical allocations (`cuMemCreate`) of equal size, its *parts*, exported as
+file descriptors and mapped one behind the other at an address of each process's own. The driver
+maps a part as a whole only. All live in the device's primary context, which torch uses too.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import os
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -49,25 +50,20 @@ class CudaMemory:
     """The CUDA implementation of :class:`DeviceMemory`."""
 
     def __init__(
-        self, driver: Any, handle: Any, size_bytes: int, device: torch.device, *, read_only: bool
+        self, driver: Any, handles: _Handles, device: torch.device, *, read_only: bool
     ) -> None:
-        """Map `handle` and take ownership of it."""
-        self.size_bytes = size_bytes
+        """Map the parts of `handles`."""
+        self.size_bytes = len(handles.all) * handles.part_bytes
+        self.granule_bytes = handles.part_bytes
         self.device = device
         self.read_only = read_only
         self._driver = driver
-        self._handle = handle
-        try:
-            self._mapping = _Mapping(driver, handle, size_bytes, device, read_only=read_only)
-        except BaseException:
-            _call(driver, "cuMemRelease", handle)
-            raise
-        release = weakref.finalize(self, _call, driver, "cuMemRelease", handle)
-        release.atexit = False  # the process's end frees everything
+        self._handles = handles
+        self._mapping = _Mapping(driver, handles, device, read_only=read_only)
 
     @classmethod
-    def allocate(cls, size_bytes: int, device: torch.device) -> CudaMemory:
-        """Allocate on `device`, rounded up to the device's granule.
+    def allocate(cls, size_bytes: int, device: torch.device, max_parts: int = 1) -> CudaMemory:
+        """Allocate on `device`, rounded up to whole parts, and these to the device's granule.
 
         Raises:
             SegmentError: the driver refuses; out of memory, in most cases.
@@ -82,63 +78,147 @@ class CudaMemory:
         properties.requestedHandleTypes = _posix(driver)
         flag = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
         granule = _call(driver, "cuMemGetAllocationGranularity", properties, flag)
-        size_bytes = align(size_bytes, granule)
-        handle = _call(driver, "cuMemCreate", size_bytes, properties, 0)
-        return cls(driver, handle, size_bytes, device, read_only=False)
+        with _Handles(driver, align(-(-size_bytes // max_parts), granule)) as handles:
+            for _ in range(-(-size_bytes // handles.part_bytes)):
+                handles.all.append(_call(driver, "cuMemCreate", handles.part_bytes, properties, 0))
+            return cls(driver, handles, device, read_only=False)
 
     @classmethod
     def open(
-        cls, descriptor: int, size_bytes: int, device: torch.device, *, read_only: bool
+        cls,
+        descriptors: Iterable[int],
+        part_bytes: int,
+        device: torch.device,
+        *,
+        read_only: bool,
     ) -> CudaMemory:
-        """Map the allocation behind `descriptor`, which the caller keeps and closes."""
+        """Map the parts behind `descriptors`, which the caller keeps and closes."""
         driver = load_driver()
         _use_primary_context(driver, device)
-        handle = _call(driver, "cuMemImportFromShareableHandle", descriptor, _posix(driver))
-        return cls(driver, handle, size_bytes, device, read_only=read_only)
+        with _Handles(driver, part_bytes) as handles:
+            for one in descriptors:
+                handles.all.append(
+                    _call(driver, "cuMemImportFromShareableHandle", one, _posix(driver))
+                )
+            return cls(driver, handles, device, read_only=read_only)
+
+    @property
+    def parts(self) -> int:
+        return len(self._handles.all)
 
     def tensor(self) -> torch.Tensor:
         return _torch.tensor_at(self._mapping.address, self.size_bytes, self.device, self._mapping)
 
-    def export(self, *, read_only: bool = False) -> int:
+    def export(self, part: int = 0, *, read_only: bool = False) -> int:
         """Return a new descriptor. CUDA enforces `read_only` at the mapping, not at the
         descriptor.
         """
+        handle = self._handles.all[part]
         descriptor: int = _call(
-            self._driver, "cuMemExportToShareableHandle", self._handle, _posix(self._driver), 0
+            self._driver, "cuMemExportToShareableHandle", handle, _posix(self._driver), 0
         )
         os.set_inheritable(descriptor, False)
         return descriptor
 
-    def nowhere(self) -> int:
-        return int(_call(self._driver, "cuMemAddressReserve", self.size_bytes, 0, 0, 0))
+    def reserve(self, size_bytes: int) -> CudaRange:
+        return CudaRange(
+            self._driver, self._handles, size_bytes, self.device, read_only=self.read_only
+        )
+
+
+class _Handles:
+    """Physical allocations, released when this object is gone, or by an error in its block; what is
+    mapped keeps the memory.
+    """
+
+    def __init__(self, driver: Any, part_bytes: int) -> None:
+        self.part_bytes = part_bytes
+        self.all: list[Any] = []
+        self._release = weakref.finalize(self, _release, driver, self.all)
+        self._release.atexit = False  # the process's end frees everything
+
+    def __enter__(self) -> _Handles:
+        return self
+
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        if error is not None:
+            self._release()
+
+
+class CudaRange:
+    """The CUDA implementation of :class:`AddressRange`; the addresses are never freed."""
+
+    def __init__(
+        self,
+        driver: Any,
+        handles: _Handles,
+        size_bytes: int,
+        device: torch.device,
+        *,
+        read_only: bool,
+    ) -> None:
+        self._driver = driver
+        self._handles = handles
+        self._access = _access(driver, device, read_only=read_only)
+        size_bytes = align(size_bytes, handles.part_bytes)
+        self.address = int(_call(driver, "cuMemAddressReserve", size_bytes, 0, 0, 0))
+
+    def map(self, start_bytes: int, offset_bytes: int, size_bytes: int) -> None:
+        """Map part by part; one call makes all of them accessible."""
+        part_bytes = self._handles.part_bytes
+        first = offset_bytes // part_bytes
+        with contextlib.ExitStack() as undo:
+            for index in range(size_bytes // part_bytes):
+                start, handle = start_bytes + index * part_bytes, self._handles.all[first + index]
+                _call(self._driver, "cuMemMap", self._at(start), part_bytes, 0, handle, 0)
+                undo.callback(self.unmap, start, part_bytes)
+            start = self._at(start_bytes)
+            _call(self._driver, "cuMemSetAccess", start, size_bytes, [self._access], 1)
+            undo.pop_all()
+
+    def unmap(self, start_bytes: int, size_bytes: int) -> None:
+        part_bytes = self._handles.part_bytes
+        for start in range(start_bytes, start_bytes + size_bytes, part_bytes):
+            _call(self._driver, "cuMemUnmap", self._at(start), part_bytes)
+
+    def _at(self, start_bytes: int) -> Any:
+        return self._driver.CUdeviceptr(self.address + start_bytes)
 
 
 class _Mapping:
-    """An address range of this process over an allocation; unmapped when the last tensor over it is
-    gone.
-    """
+    """A range over all parts; unmapped and freed when the last tensor over it is gone."""
 
     def __init__(
-        self, driver: Any, handle: Any, size_bytes: int, device: torch.device, *, read_only: bool
+        self, driver: Any, handles: _Handles, device: torch.device, *, read_only: bool
     ) -> None:
+        size_bytes = len(handles.all) * handles.part_bytes
         with contextlib.ExitStack() as undo:
-            pointer = _call(driver, "cuMemAddressReserve", size_bytes, 0, 0, 0)
+            mapped = CudaRange(driver, handles, size_bytes, device, read_only=read_only)
+            pointer = driver.CUdeviceptr(mapped.address)
             undo.callback(_call, driver, "cuMemAddressFree", pointer, size_bytes)
-            _call(driver, "cuMemMap", pointer, size_bytes, 0, handle, 0)
-            undo.callback(_call, driver, "cuMemUnmap", pointer, size_bytes)
-            access = driver.CUmemAccessDesc()
-            access.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-            access.location.id = device.index
-            flags = driver.CUmemAccess_flags
-            access.flags = (
-                flags.CU_MEM_ACCESS_FLAGS_PROT_READ
-                if read_only
-                else flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-            )
-            _call(driver, "cuMemSetAccess", pointer, size_bytes, [access], 1)
+            mapped.map(0, 0, size_bytes)
+            undo.callback(mapped.unmap, 0, size_bytes)
             # Unmap, then free the range: the reverse order of what was done.
             weakref.finalize(self, undo.pop_all().close).atexit = False
-        self.address = int(pointer)
+        self.address = mapped.address
+
+
+def _access(driver: Any, device: torch.device, *, read_only: bool) -> Any:
+    access = driver.CUmemAccessDesc()
+    access.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    access.location.id = device.index
+    flags = driver.CUmemAccess_flags
+    access.flags = (
+        flags.CU_MEM_ACCESS_FLAGS_PROT_READ
+        if read_only
+        else flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+    )
+    return access
+
+
+def _release(driver: Any, handles: list[Any]) -> None:
+    for handle in handles:
+        _call(driver, "cuMemRelease", handle)
 
 
 class CudaLink:

@@ -66,9 +66,11 @@ class Daemon:
         self._draining_until = math.inf
         self._ended: UnavailableError | None = None
         self.failure: UnavailableError | None = None  # an error of the daemon itself, that ended it
-        self.residency = Residency(self.loop, link, cache.size_bytes, self.counts)
+        sizes = cache.size_bytes, cache.granule_bytes
+        self.residency = Residency(self.loop, link, *sizes, self.counts)
         self.loop.on_end = self.residency.close
         self.fleet = Fleet(self.loop, cache, options)
+        self.residency.on_dropped = self.fleet.unmap
         self.training = TrainingScheduler(self.fleet)
         parts = self.queue, self.residency, self.fleet
         self.catalog = Catalog(self.loop, *parts, link, costs, options)
@@ -147,6 +149,7 @@ class Daemon:
             self._end(UnavailableError("the switcher was closed before it was done"))
             return math.inf
         self.catalog.retire(self.dispatcher.model)
+        self.residency.report_dropped()
         self.catalog.build(self.training.pause)
         for request, error in self.queue.take_expired():
             self.counts["expired"] += 1

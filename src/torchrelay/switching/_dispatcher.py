@@ -218,6 +218,7 @@ class Dispatcher:
             return False
         self.run = run
         worker.work_for(self, self.options.run_timeout_s)
+        worker.mapped.add(served.name)
         if builds:
             self.catalog.send_build(worker, served)
         message = _messages.Run(

@@ -14,6 +14,7 @@ import inspect
 import json
 import random
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -179,11 +180,11 @@ def _is_findable(module: str) -> bool:
 
 def hidden_tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:
     """Yield the tensors that `module` keeps where a skeleton cannot replace them: in lists, tuples
-    and dicts, in other objects, in functions, and in modules that are not registered. They may be
-    parameters of it as well.
+    and dicts, in other objects, weak references and functions, and in modules that are not
+    registered. They may be parameters of it as well.
     """
     seen = {id(submodule) for submodule in module.modules()}
-    own = ("_parameters", "_buffers", "_modules", "_flat_weights")
+    own = ("_parameters", "_buffers", "_modules", "_flat_weights", "_flat_weight_refs")
     found = [
         value
         for submodule in module.modules()
@@ -198,7 +199,9 @@ def hidden_tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:
         if isinstance(value, torch.Tensor):
             yield value
         elif isinstance(value, Mapping):
-            found += value.values()
+            found += [*value, *value.values()]
+        elif isinstance(value, weakref.ref):
+            found.append(value())
         elif isinstance(value, list | tuple | set | frozenset):
             found += value
         elif isinstance(value, functools.partial):

@@ -8,7 +8,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -35,6 +35,7 @@ _log = logging.getLogger("torchrelay.switching")
 PROGRAM = module_command("torchrelay.switching._worker")
 _FAILED_STARTS = 3  # in a row, from which on requests fail instead of waiting
 _RETRY_S = 2.0
+_PARTS_AT_ONCE = 64  # descriptors of the arena that are open at a time
 
 
 class WorkerUser(Protocol):
@@ -60,20 +61,18 @@ class WorkerProcess:
         """
         self.buffers = BufferPool(align(options.request_bytes))
         described = json.dumps(cache.describe(read_only=True))
-        arena = cache.export(read_only=True)
-        try:
-            self.process = HelperProcess(
-                [*PROGRAM, described, str(options.threads), str(options.workers)],
-                [arena, *(buffer.descriptor for buffer in self.buffers.all)],
-            )
-        finally:
-            os.close(arena)
+        self.process = HelperProcess(
+            [*PROGRAM, described, str(options.threads), str(options.workers)],
+            [buffer.descriptor for buffer in self.buffers.all],
+        )
         self.channel = self.process.channel
         self.pid = self.process.pid
         self.user: WorkerUser | None = None  # None: it is idle
         self.has_reader = False  # a caller's thread reads the channel
         self.loaded: dict[str, tuple[int, int]] = {}  # model -> (version, plan)
         self.failed: set[str] = set()  # models that it could not build
+        self.mapped: set[str] = set()  # models of whose memory it may have some
+        self._unmaps: list[tuple[str, int]] = []  # groups whose memory it must give up
         self.last_model = ""
         self.last_used = 0.0
         self.exit_reason = ""  # once it is lost
@@ -90,9 +89,19 @@ class WorkerProcess:
         except PeerLostError:
             _log.warning("a message to worker %d could not be sent", self.pid)
 
+    def unmap(self, groups: Iterable[tuple[str, int]]) -> None:
+        """Let the worker give up the memory of groups before it does anything else: now, or when it
+        is idle.
+        """
+        self._unmaps += [one for one in groups if one[0] in self.mapped]
+        if self._unmaps and self.user is None:
+            self.send(_messages.Unmap(self._unmaps))
+            self._unmaps = []
+
     def release(self) -> None:
         """Mark the worker as idle."""
         self.user, self.due, self.last_used = None, math.inf, time.monotonic()
+        self.unmap(())
 
     def note_built(self, built: _messages.Built) -> None:
         """Note that the worker lacks a module that it could not build."""
@@ -188,8 +197,16 @@ class Fleet:
             moments.append(self._next_start)
         return min(moments)
 
+    def unmap(self, groups: list[tuple[str, int]]) -> None:
+        """Let all workers give up the memory of groups, (model, group)."""
+        for worker in self.workers:
+            worker.unmap(groups)
+
     def on_message(self, worker: WorkerProcess, message: object, _: list[int]) -> None:
-        """Handle that a worker is ready."""
+        """Send a worker the arena, or handle that it is ready."""
+        if isinstance(message, _messages.WantParts):
+            self._send_parts(worker, message.first)
+            return
         worker.release()
         self._failed_starts = 0
         self._next_start = 0.0
@@ -197,6 +214,18 @@ class Fleet:
     def on_lost(self, worker: WorkerProcess) -> None:
         """Handle that a worker did not start."""
         self._start_failed(worker.exit_reason)
+
+    def _send_parts(self, worker: WorkerProcess, first: int) -> None:
+        descriptors: list[int] = []
+        try:
+            for part in range(first, min(first + _PARTS_AT_ONCE, self.cache.parts)):
+                descriptors.append(self.cache.export(part, read_only=True))
+            worker.send(_messages.Parts(), descriptors)
+        except (OSError, SegmentError) as error:
+            self.lose(worker, f"could not get the arena: {error}")
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
 
     def take_channel(self, worker: WorkerProcess) -> None:
         """Leave the channel to the calling thread, which waits for the worker."""

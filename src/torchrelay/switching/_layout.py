@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import accumulate
 
 import torch
 
@@ -15,6 +17,7 @@ from torchrelay.errors import UnsupportedError
 from torchrelay.switching._contract import align
 
 __all__ = [
+    "Grouped",
     "ModelLayout",
     "ModelStorage",
     "TensorSpec",
@@ -74,6 +77,45 @@ class ModelLayout:
     def size_bytes(self) -> int:
         """The size of the model in an arena if it is one group."""
         return sum(align(size_bytes) for size_bytes in self.storages)
+
+
+@dataclass(frozen=True)
+class Grouped:
+    """The groups of a model, in the order in which they are copied."""
+
+    layout: ModelLayout
+    groups: tuple[tuple[int, ...], ...]  # storages
+
+    @classmethod
+    def one_group(cls, layout: ModelLayout) -> Grouped:
+        """Return one group for the whole model."""
+        return cls(layout, (tuple(range(len(layout.storages))),))
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """The bytes of each group."""
+        storages = self.layout.storages
+        return tuple(sum(align(storages[one]) for one in group) for group in self.groups)
+
+    @cached_property
+    def group_of(self) -> dict[int, int]:
+        """The group of each storage."""
+        return {storage: index for index, group in enumerate(self.groups) for storage in group}
+
+    def places(self, group: int) -> list[tuple[int, int]]:
+        """Return (storage, offset in bytes from the start of the group) for the storages of
+        `group`.
+        """
+        storages = self.groups[group]
+        sizes = (align(self.layout.storages[one]) for one in storages)
+        return list(zip(storages, accumulate(sizes, initial=0), strict=False))
+
+    def starts(self, granule_bytes: int) -> list[int]:
+        """Return where each group starts if each has granules of its own, and where the last
+        ends.
+        """
+        sizes = (align(size_bytes, granule_bytes) for size_bytes in self.sizes)
+        return list(accumulate(sizes, initial=0))
 
 
 def named_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -14,8 +14,12 @@ Groups = tuple[tuple[int, ...], ...]
 # --- to a worker
 
 
+class Parts(NamedTuple):
+    """Descriptors of parts of the arena; the answer to :class:`WantParts`."""
+
+
 class Load(NamedTuple):
-    """Build the module of a model, or use other groups for it; answered by :class:`Built`."""
+    """Build the module of a model; answered by :class:`Built`."""
 
     model: str
     version: int
@@ -28,6 +32,12 @@ class Unload(NamedTuple):
     """Forget a model."""
 
     model: str
+
+
+class Unmap(NamedTuple):
+    """Stop using the memory of groups, (model, group), which others get."""
+
+    groups: list[tuple[str, int]]
 
 
 class Run(NamedTuple):
@@ -72,6 +82,12 @@ class Exit(NamedTuple):
 
 
 # --- from a worker
+
+
+class WantParts(NamedTuple):
+    """Ask for parts of the arena."""
+
+    first: int
 
 
 class Ready(NamedTuple):

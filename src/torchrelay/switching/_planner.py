@@ -11,17 +11,16 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 import numpy as np
 import torch
 
 from torchrelay.switching._contract import Copy, WorkerLink, align
-from torchrelay.switching._layout import ModelLayout
+from torchrelay.switching._layout import Grouped, ModelLayout
 from torchrelay.switching._profile import Profile
 
-__all__ = ["Costs", "Grouped", "best_grouping", "measure_link", "pipeline_s"]
+__all__ = ["Costs", "best_grouping", "grouped_by_profile", "measure_link", "pipeline_s"]
 
 # What a message to a waiting process costs each side, about the same on all machines measured.
 _WAKE_S = 40e-6
@@ -109,60 +108,28 @@ def measure_link(link: WorkerLink, source: torch.Tensor) -> Costs:
     return Costs(rate, copy_overhead_s=overhead_s + _WAKE_S, group_overhead_s=_WAKE_S)
 
 
-@dataclass(frozen=True)
-class Grouped:
-    """The groups of a model, in the order in which they are copied."""
+def grouped_by_profile(
+    layout: ModelLayout, profile: Profile, costs: Costs, policy: str = "best"
+) -> Grouped:
+    """Group the profiled layers: as the planner decides ("best"), into "one" group, or each on its
+    own ("layer").
 
-    layout: ModelLayout
-    groups: tuple[tuple[int, ...], ...]  # storages
-
-    @classmethod
-    def one_group(cls, layout: ModelLayout) -> Grouped:
-        """Return one group for the whole model."""
-        return cls(layout, (tuple(range(len(layout.storages))),))
-
-    @classmethod
-    def of_profile(
-        cls, layout: ModelLayout, profile: Profile, costs: Costs, policy: str = "best"
-    ) -> Grouped:
-        """Group the profiled layers: as the planner decides ("best"), into "one" group, or each on
-        its own ("layer").
-
-        Operators that may wait take longer. So a short model is computed first if it is one group,
-        which needs none.
-        """
-        layers = [layer for layer in profile.layers if layer.storages]
-        if not layers or policy == "one":
-            return cls.one_group(layout)
-        ends = tuple(range(1, len(layers) + 1))
-        if policy == "best":
-            sizes = [sum(align(layout.storages[one]) for one in layer.storages) for layer in layers]
-            times = [layer.compute_s for layer in layers]
-            ends = best_grouping(sizes, times, costs)
-            one_group_s = pipeline_s((1,), [sum(sizes)], [profile.whole_s], costs)
-            if pipeline_s(ends, sizes, times, costs) >= one_group_s:
-                return cls.one_group(layout)
-        groups = tuple(
-            tuple(storage for layer in layers[start:end] for storage in layer.storages)
-            for start, end in pairwise((0, *ends))
-        )
-        return cls(layout, groups)
-
-    @cached_property
-    def sizes(self) -> tuple[int, ...]:
-        """The bytes that each group takes in an arena."""
-        storages = self.layout.storages
-        return tuple(sum(align(storages[one]) for one in group) for group in self.groups)
-
-    @cached_property
-    def group_of(self) -> dict[int, int]:
-        """The group of each storage."""
-        return {storage: index for index, group in enumerate(self.groups) for storage in group}
-
-    def places(self, group: int) -> list[tuple[int, int]]:
-        """Return (storage, offset in bytes from the start of the group) for the storages of
-        `group`.
-        """
-        storages = self.groups[group]
-        sizes = (align(self.layout.storages[one]) for one in storages)
-        return list(zip(storages, accumulate(sizes, initial=0), strict=False))
+    Operators that may wait take longer. So a short model is computed first if it is one group,
+    which needs none.
+    """
+    layers = [layer for layer in profile.layers if layer.storages]
+    if not layers or policy == "one":
+        return Grouped.one_group(layout)
+    ends = tuple(range(1, len(layers) + 1))
+    if policy == "best":
+        sizes = [sum(align(layout.storages[one]) for one in layer.storages) for layer in layers]
+        times = [layer.compute_s for layer in layers]
+        ends = best_grouping(sizes, times, costs)
+        one_group_s = pipeline_s((1,), [sum(sizes)], [profile.whole_s], costs)
+        if pipeline_s(ends, sizes, times, costs) >= one_group_s:
+            return Grouped.one_group(layout)
+    groups = tuple(
+        tuple(storage for layer in layers[start:end] for storage in layer.storages)
+        for start, end in pairwise((0, *ends))
+    )
+    return Grouped(layout, groups)

@@ -58,23 +58,21 @@ def profile_module(
     Args:
         synchronize: waits for the device; a no-op on the CPU.
     """
-    module, addresses = binding.module, binding.addresses()
+    module, layout = binding.module, binding.grouped.layout
     paths = {submodule: path for path, submodule in module.named_modules()}
     calls: list[str] = []
     first: dict[int, int] = {}  # the module call before a storage is first used
 
-    def used(storage: int) -> None:
-        first[storage] = len(calls) - 1
-        binding.bind(storage, addresses[storage])
+    def traced() -> None:
+        try:
+            run()
+        finally:
+            synchronize()  # before the memory goes
 
-    try:
-        for storage in range(len(addresses)):
-            binding.unbind(storage)
-        with _on_calls(module, lambda called: calls.append(paths[called])), Arrivals(binding, used):
-            traced_s = _seconds(run, synchronize)
-    finally:
-        for storage, address in enumerate(addresses):
-            binding.bind(storage, address)
+    with _on_calls(module, lambda called: calls.append(paths[called])):
+        start = time.perf_counter()
+        binding.trace(traced, lambda storage: first.setdefault(storage, len(calls) - 1))
+        traced_s = time.perf_counter() - start
     repeats = range(1 if traced_s > _LONG_S else _REPEATS)
     whole_s = statistics.median([_seconds(run, synchronize) for _ in repeats])
     with Arrivals(binding, lambda _: None):
@@ -84,7 +82,7 @@ def profile_module(
     # Waiting for the device at each call takes time, too, that a run does not take.
     scale = waiting_s / sum(compute)
     called = {path: index for index, path in reversed(list(enumerate(calls)))}
-    for spec in binding.layout.tensors:  # what was not used: with its module's call, or first
+    for spec in layout.tensors:  # what was not used: with its module's call, or first
         owners = [called.get(path.rpartition(".")[0], 0) for path in spec.paths]
         first.setdefault(spec.storage, min(owners))
     layers: list[Layer] = []

@@ -15,8 +15,8 @@ from typing import NamedTuple
 from torchrelay.errors import TorchRelayError
 from torchrelay.switching._arena import Arena
 from torchrelay.switching._contract import Copy, WorkerLink
+from torchrelay.switching._layout import Grouped
 from torchrelay.switching._loop import Loop
-from torchrelay.switching._planner import Grouped
 from torchrelay.switching._profile import Output
 from torchrelay.switching._store import StoredModel
 
@@ -40,7 +40,8 @@ class Served:
     key: tuple[int, int] = field(init=False)  # the version and plan that a worker must have loaded
     ready: Future[None] = field(default_factory=Future)
     is_settled: bool = False  # whether `ready` is done
-    profiling: bool = False
+    is_planned: bool = False  # whether the groups are those of a profile
+    profiling: bool = False  # whether a worker has built it, for a profile
     regroup: Grouped | None = None  # applied once no copy or request uses the old groups
     runs_whole: bool = False  # requests start when all groups have arrived
     error: TorchRelayError | None = None
@@ -55,11 +56,19 @@ class Served:
         self.name, self.key = self.model.name, (self.model.version, 0)
 
     def apply_regroup(self) -> None:
-        """Use the groups of `regroup` from now on; requests can run."""
+        """Use the groups of `regroup` from now on. Workers that have the module with other groups
+        build it again: its tensors never move.
+        """
         assert self.regroup is not None
-        self.grouped, self.regroup = self.regroup, None
-        self.key = self.model.version, self.key[1] + 1
-        self._copies.clear()
+        if self.regroup != self.grouped:
+            self.grouped, self.key = self.regroup, (self.model.version, self.key[1] + 1)
+            self._copies.clear()
+        else:
+            self.settle()
+        self.regroup, self.is_planned = None, True
+
+    def settle(self) -> None:
+        """Let requests run."""
         if not self.ready.done():
             self.is_settled = True
             self.ready.set_result(None)
@@ -117,12 +126,21 @@ class _CopyJob:
 class Residency:
     """Places models and copies what is missing. The loop's lock protects it."""
 
-    # Called with a model and a group that is in place, and when a copy did not succeed.
+    # Called with groups whose bytes others get, before that; with a model and a group that is in
+    # place; and when a copy did not succeed.
+    on_dropped: Callable[[list[tuple[str, int]]], None]
     on_arrived: Callable[[str, int], None]
     on_failed: Callable[[str, Exception], None]
 
-    def __init__(self, loop: Loop, link: WorkerLink, size_bytes: int, counts: Counter[str]) -> None:
-        self.arena = Arena(size_bytes)
+    def __init__(
+        self,
+        loop: Loop,
+        link: WorkerLink,
+        size_bytes: int,
+        granule_bytes: int,
+        counts: Counter[str],
+    ) -> None:
+        self.arena = Arena(size_bytes, granule_bytes)
         self.seconds_copying = 0.0
         self._loop = loop
         self._link = link
@@ -155,6 +173,7 @@ class Residency:
         placement = self.arena.reserve(name, sizes, priority=served.priority)
         if placement is None:
             return None
+        self.report_dropped()
         self._counts["evicted_groups"] += len(placement.evicted)
         copied_bytes = 0
         if job is None and placement.missing:
@@ -172,6 +191,12 @@ class Residency:
             return False
         self.arena.release(served.name)
         return True
+
+    def report_dropped(self) -> None:
+        """Call :attr:`on_dropped` if groups have lost their bytes since the last time."""
+        if self.arena.dropped:
+            dropped, self.arena.dropped = self.arena.dropped, []
+            self.on_dropped(dropped)
 
     def cancel_copies(self, *, keep: str = "") -> None:
         """Stop the copies of every model but `keep` after the group on the link."""

@@ -39,6 +39,8 @@ __all__ = ["Switcher"]
 T = TypeVar("T")
 
 _MAX_PRIORITY = 1000
+_PAGE_BYTES = 4096  # at least; an arena is used in whole pages
+_MAX_PARTS = 4096  # of an arena on CUDA: how many granules groups are placed in
 _MEASURE_BYTES = 64 << 20  # more than most processors' caches
 
 
@@ -69,7 +71,8 @@ class Switcher(Resource):
             check_value(getattr(options, field.name), field, field.name)
         self._store = store
         self._closed = False
-        self._cache = SharedCache.allocate(options.arena_bytes, options.device)
+        size_bytes = align(options.arena_bytes, _PAGE_BYTES)
+        self._cache = SharedCache.allocate(size_bytes, options.device, max_parts=_MAX_PARTS)
         try:
             self._link = _link(self._cache, options.link_gbps)
             size_bytes = min(_MEASURE_BYTES, self._cache.size_bytes)

@@ -14,7 +14,8 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -26,7 +27,7 @@ from torchrelay.errors import ArgumentError, ModelError, PeerLostError, to_json
 from torchrelay.switching import _messages, _training
 from torchrelay.switching._binding import Arrivals, Binding
 from torchrelay.switching._cache import SharedCache
-from torchrelay.switching._planner import Grouped
+from torchrelay.switching._layout import Grouped
 from torchrelay.switching._profile import Output, Profile, profile_module
 from torchrelay.switching._request_buffer import RequestBuffer, Written
 
@@ -40,48 +41,29 @@ class _StoppedError(BaseException):
 
 
 class _Loaded:
-    """A model's module in this process, bound to its groups in the arena."""
+    """A model's module in this process."""
 
-    grouped: Grouped
-
-    def __init__(self, binding: Binding, version: int) -> None:
-        """Take a module; :meth:`regroup` comes first."""
-        self.binding = binding
-        self.version = version
+    def __init__(self, load: _messages.Load, cache: SharedCache) -> None:
+        """Build the module."""
+        self.load = load
+        self.grouped = Grouped(load.layout, load.groups)
+        module = load.factory.build_skeleton().eval()
+        self.binding = Binding(module, self.grouped, cache)
         self.missing: set[int] = set()  # groups that have not arrived
         # Whether the model runs under plain torch: no inference mode, no waiting operators.
         # Torch neither compiles nor uses compiled code while a dispatch mode is active.
-        self.is_plain = _torch.is_compiled(binding.module)
-        self._places: list[int] = []
+        self.is_plain = _torch.is_compiled(module)
+        self.retry: _Loaded | None = None  # the module of second attempts
 
-    def regroup(self, grouped: Grouped) -> None:
-        self.grouped = grouped
-        self._places = []
+    def is_of(self, load: _messages.Load) -> bool:
+        """Return whether this is what `load` asks for."""
+        return self.load.version == load.version and self.load.groups == load.groups
 
-    def bind(self, places: list[int], missing: list[int], *, whole: bool) -> None:
-        """Bind the groups to the addresses `places`, except for those that are `missing`; costs
-        nothing if they are there already.
-
-        Args:
-            whole: the model does not run before all have arrived, so bind those too.
-        """
-        if places != self._places or missing or self.missing:
-            self._places, self.missing = places, set(missing)
-            for group in range(len(places)):
-                self._move(group, is_there=whole or group not in self.missing)
-        self.binding.check()
-
-    def arrive(self, group: int) -> None:
-        """Bind a group that is in its place now."""
-        self.missing.discard(group)
-        self._move(group, is_there=True)
-
-    def _move(self, group: int, *, is_there: bool) -> None:
-        for storage, offset in self.grouped.places(group):
-            if is_there:
-                self.binding.bind(storage, self._places[group] + offset)
-            else:
-                self.binding.unbind(storage)
+    def close(self) -> None:
+        """Unmap its memory: other models get that, whoever still refers to the tensors."""
+        self.binding.leave()
+        if self.retry is not None:
+            self.retry.close()
 
 
 class ModelRunner:
@@ -90,9 +72,8 @@ class ModelRunner:
     def __init__(self, channel: Channel, cache: SharedCache, buffers: list[RequestBuffer]) -> None:
         self._channel = channel
         self._buffers = buffers
-        self._arena = cache.tensor((cache.size_bytes,), torch.uint8)
+        self._cache = cache
         self._device = cache.device
-        self._nowhere = cache.nowhere()
         self._models: dict[str, _Loaded] = {}
         self._failed: dict[str, str] = {}  # why a model is not in `_models`
         self._request_id = 0
@@ -122,12 +103,32 @@ class ModelRunner:
             # What belongs to a request that has ended meanwhile is of no use any more.
 
     def _receive(self, timeout_s: float | None = None) -> tuple[Any, list[int]]:
-        """Return the next message; None after `timeout_s`. Forget models whenever asked to."""
+        """Return the next message; None after `timeout_s`. Forget models, and give up memory,
+        whenever asked to.
+        """
         while True:
             message, descriptors = self._channel.receive(timeout_s) or (None, [])
-            if not isinstance(message, _messages.Unload):
+            if isinstance(message, _messages.Unload):
+                self._forget(message.model)
+            elif isinstance(message, _messages.Unmap):
+                self._unmap(message.groups)
+            else:
                 return message, descriptors
-            self._models.pop(message.model, None)
+
+    def _forget(self, name: str) -> None:
+        loaded = self._models.pop(name, None)
+        if loaded is not None:
+            loaded.close()
+
+    def _unmap(self, places: list[tuple[str, int]]) -> None:
+        groups: defaultdict[str, list[int]] = defaultdict(list)
+        for name, group in places:
+            groups[name].append(group)
+        for name in groups.keys() & self._models.keys():
+            loaded = self._models[name]
+            loaded.binding.leave(groups[name])
+            if loaded.retry is not None:
+                loaded.retry.binding.leave(groups[name])
 
     def _was_stopped(self) -> bool:
         """Return whether a message has come that stops the running request or task."""
@@ -143,15 +144,10 @@ class ModelRunner:
         name, error = load.model, None
         try:
             loaded = self._models.get(name)
-            if loaded is None or loaded.version != load.version:
-                self._models.pop(name, None)
-                module = load.factory.build_skeleton().eval()
-                binding = Binding(module, load.layout, self._arena.device, self._nowhere)
-                loaded = _Loaded(binding, load.version)
-            loaded.regroup(Grouped(load.layout, load.groups))
-            self._models[name] = loaded
+            if loaded is None or not loaded.is_of(load):
+                self._forget(name)
+                self._models[name] = _Loaded(load, self._cache)
         except (Exception, SystemExit) as caught:
-            self._models.pop(name, None)
             self._failed[name] = str(caught)
             error = _described(caught)
         self._channel.send(_messages.Built(name, load.version, error))
@@ -162,19 +158,15 @@ class ModelRunner:
         start = time.perf_counter()
         loaded = self._bound(run)
         bound_s = time.perf_counter() - start
-
-        def inputs() -> dict[str, torch.Tensor]:
-            return _to(buffer.read(run.inputs), self._device)
-
-        results = self._forward(loaded, inputs)
+        results = self._forward(loaded, run)
         profile, written = None, list[Written]()
         if run.is_profile:
             outputs = tuple(
                 Output(name, str(value.dtype).removeprefix("torch."), value.dim())
                 for name, value in _named(results).items()
             )
-            results = None  # they may view weights, which move now
-            profile = Profile() if run.whole else self._profiled(loaded, inputs())
+            loaded = self._models[run.model]
+            profile = Profile() if run.whole else self._profiled(loaded, self._inputs(run))
             profile = profile._replace(outputs=outputs)
         else:
             self._synchronize()  # outputs may be on the host while they are still copied there
@@ -186,14 +178,14 @@ class ModelRunner:
         """Run a model that is in place again and again; one that fails while operators wait gets no
         layers.
         """
-        module = loaded.binding.module
         if not loaded.is_plain:
             try:
                 with torch.inference_mode():
-                    run = partial(module, **inputs)
+                    run = partial(loaded.binding.module, **inputs)
                     return profile_module(loaded.binding, run, self._synchronize)
             except Exception:
                 self._check_device()
+            self._replace(loaded, _Loaded(loaded.load, self._cache))
         return Profile()
 
     def _bound(self, run: _messages.Run) -> _Loaded:
@@ -203,39 +195,57 @@ class ModelRunner:
         loaded = self._models.get(run.model)
         if loaded is None:
             raise ModelError(f"this worker could not build it: {self._failed[run.model]}")
-        arena = self._arena.data_ptr()
-        places = [arena + offset for offset in run.offsets]
-        whole = run.whole or run.is_profile or loaded.is_plain or len(places) == 1
-        loaded.bind(places, run.missing, whole=whole)
+        loaded.missing = set(run.missing)
+        whole = run.whole or run.is_profile or loaded.is_plain or len(run.offsets) == 1
+        loaded.binding.bind(run.offsets, () if whole else run.missing)
         if whole:
-            self._await_all(loaded)
+            self._await_all(loaded, run)
         return loaded
 
-    def _forward(self, loaded: _Loaded, inputs: Callable[[], dict[str, torch.Tensor]]) -> Any:
+    def _forward(self, loaded: _Loaded, run: _messages.Run) -> Any:
         """Run the model while its groups arrive.
 
-        If that fails, run it again on the whole model under plain torch, so that a forward that
-        needs autograd, or reads weights without operators, is served too.
+        If that fails, build it again, without what the failed attempt left in it, and run it on the
+        whole model under plain torch, so that a forward that needs autograd, or reads weights
+        without operators, is served too.
         """
+        if loaded.is_plain:
+            return self._plain(loaded, run)
         module, overlaps = loaded.binding.module, bool(loaded.missing)
-        if not loaded.is_plain:
-            group_of = loaded.grouped.group_of
-            waiting: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-            if overlaps:
-                waiting = Arrivals(loaded.binding, lambda one: self._await(loaded, group_of[one]))
-            try:
-                with torch.inference_mode(), waiting:
-                    return module(**inputs())
-            except Exception as error:
-                if not overlaps and not isinstance(error, RuntimeError):
-                    raise
-            if overlaps:
-                self._check_device()
-        self._await_all(loaded)
-        with torch.no_grad():
-            results = module(**inputs())
-        loaded.is_plain = True
+        group_of = loaded.grouped.group_of
+        waiting: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        if overlaps:
+            waiting = Arrivals(loaded.binding, lambda one: self._await(loaded, group_of[one], run))
+        try:
+            with torch.inference_mode(), waiting:
+                return module(**self._inputs(run))
+        except Exception as error:
+            if not overlaps and not isinstance(error, RuntimeError):
+                raise
+        self._check_device()  # nothing reads the memory any more
+        self._await_all(loaded, run)
+        if loaded.retry is None:
+            loaded.retry = _Loaded(loaded.load, self._cache)
+        retry = loaded.retry
+        loaded.binding.leave()
+        retry.binding.bind(run.offsets)
+        results = self._plain(retry, run)
+        retry.is_plain = True
+        loaded.retry = None
+        self._replace(loaded, retry)
         return results
+
+    def _plain(self, loaded: _Loaded, run: _messages.Run) -> Any:
+        with torch.no_grad():
+            return loaded.binding.module(**self._inputs(run))
+
+    def _inputs(self, run: _messages.Run) -> dict[str, torch.Tensor]:
+        return _to(self._buffers[run.buffer].read(run.inputs), self._device)
+
+    def _replace(self, loaded: _Loaded, other: _Loaded) -> None:
+        """Let `other`, another build of the same model, serve it from now on."""
+        loaded.close()
+        self._models[loaded.load.model] = other
 
     def _check_device(self) -> None:
         """End the process if the error broke its CUDA context, in which nothing runs any more."""
@@ -249,8 +259,8 @@ class ModelRunner:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
-    def _await(self, loaded: _Loaded, group: int) -> None:
-        """Wait for the group, and bind what arrives meanwhile."""
+    def _await(self, loaded: _Loaded, group: int, run: _messages.Run) -> None:
+        """Wait for the group, and map what arrives meanwhile."""
         while group in loaded.missing:
             message, _ = self._receive()
             if self._stops(message):
@@ -259,11 +269,12 @@ class ModelRunner:
                 isinstance(message, _messages.GroupCopied)
                 and message.request_id == self._request_id
             ):
-                loaded.arrive(message.group)
+                loaded.missing.discard(message.group)
+                loaded.binding.arrive(message.group, run.offsets[message.group])
 
-    def _await_all(self, loaded: _Loaded) -> None:
+    def _await_all(self, loaded: _Loaded, run: _messages.Run) -> None:
         for group in sorted(loaded.missing):
-            self._await(loaded, group)
+            self._await(loaded, group, run)
 
 
 def _described(error: BaseException) -> dict[str, Any]:
@@ -313,10 +324,23 @@ def _prepare_cuda(device: torch.device, arena_bytes: int, workers: int) -> None:
     (ones @ ones).cpu()
 
 
+def _parts(channel: Channel, count: int) -> Iterator[int]:
+    """Yield the descriptors of the arena, in order; each is open until the next is asked for."""
+    first = 0
+    while first < count:
+        channel.send(_messages.WantParts(first))
+        received = channel.receive()
+        assert received is not None
+        for descriptor in received[1]:
+            yield descriptor
+            os.close(descriptor)
+        first += len(received[1])
+
+
 def main() -> None:
     """Run a worker over the descriptors inherited from the daemon."""
     described, *numbers = sys.argv[1:]
-    threads, workers, socket_fd, arena, *requests = map(int, numbers)
+    threads, workers, socket_fd, *requests = map(int, numbers)
     # The daemon may be killed while a request computes for long.
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     # Ctrl-C, and systemd's SIGTERM, reach the whole group; the daemon decides.
@@ -329,8 +353,8 @@ def main() -> None:
         torch.set_num_threads(threads)
     channel = Channel(socket.socket(fileno=socket_fd))
     try:
-        cache = SharedCache.from_descriptor(json.loads(described), arena)
-        os.close(arena)
+        header = json.loads(described)
+        cache = SharedCache.from_descriptors(header, _parts(channel, header["parts"]))
         buffers = [RequestBuffer.open(one) for one in requests]
         if cache.device.type == "cuda":
             _prepare_cuda(cache.device, cache.size_bytes, workers)

@@ -32,6 +32,7 @@ from torchrelay.errors import (
     UnavailableError,
 )
 from torchrelay.switching import ModelStore, Reply, Switcher, _request_buffer
+from torchrelay.switching._contract import align
 from waiting import eventually
 
 # The first test of the file starts three processes that import torch: minutes where many others
@@ -81,10 +82,12 @@ def store() -> Iterator[ModelStore]:
 
 @pytest.fixture(scope="module")
 def switcher(store: ModelStore, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Switcher]:
-    largest = max(store.get(name).size_bytes for name in NAMES)
+    layouts = [store.get(name).layout for name in NAMES]
+    # In pages, of which a group has its own.
+    largest = max(sum(align(size_bytes, 4096) for size_bytes in one.storages) for one in layouts)
     with Switcher(
         store,
-        arena_bytes=2 * largest + 8192,  # two of the six models
+        arena_bytes=2 * largest,  # two of the six models
         threads=1,
         request_bytes=1 << 20,
         queue_limit=8,

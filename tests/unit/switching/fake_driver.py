@@ -32,7 +32,14 @@ def install(fake: FakeDriver, patch: Any = setattr) -> None:
         block.owner = owner  # type: ignore[attr-defined]
         return torch.frombuffer(block, dtype=torch.uint8)
 
+    storage_at = _torch.storage_at
+
+    def host_storage(address: int, size_bytes: int, device: torch.device) -> torch.UntypedStorage:
+        assert device == torch.device("cuda", 0)
+        return storage_at(address, size_bytes, torch.device("cpu"))
+
     patch(_cuda, "load_driver", lambda: fake)
+    patch(_torch, "storage_at", host_storage)
     patch(_cuda, "_contexts", {})
     patch(_torch, "tensor_at", host_tensor)
 
@@ -163,10 +170,16 @@ class FakeDriver:
         return result
 
     def cuMemMap(self, pointer: Any, size: int, offset: int, handle: int, flags: int) -> Any:
-        assert (
-            offset == flags == 0
-            and self.reserved[int(pointer)] == size == self.allocations[handle][1]
-        )
+        assert isinstance(pointer, real.CUdeviceptr)
+        assert offset == flags == 0 and size == self.allocations[handle][1], "the whole handle only"
+        assert any(
+            start <= int(pointer) and int(pointer) + size <= start + length
+            for start, length in self.reserved.items()
+        ), "not reserved"
+        assert all(
+            int(pointer) + size <= start or start + length <= int(pointer)
+            for start, (_, length) in self.mapped.items()
+        ), "mapped already"
         result = self._call("cuMemMap")
         if result[0] == real.CUresult.CUDA_SUCCESS:
             self.mapped[int(pointer)] = (handle, size)
@@ -175,39 +188,52 @@ class FakeDriver:
 
     def cuMemSetAccess(self, pointer: Any, size: int, descriptors: list[Any], count: int) -> Any:
         (descriptor,) = descriptors
-        assert count == 1 and self.mapped[int(pointer)][1] == size
+        start, end = int(pointer), int(pointer) + size
+        inside = sorted(one for one in self.mapped if start <= one < end)
+        assert count == 1 and isinstance(pointer, real.CUdeviceptr)
+        assert sum(self.mapped[one][1] for one in inside) == size, "all of it must be mapped"
         assert descriptor.location.type == real.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
         flags = real.CUmemAccess_flags
         protection = {
             flags.CU_MEM_ACCESS_FLAGS_PROT_READ: 1,
             flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE: 3,
         }
-        handle = self.mapped[int(pointer)][0]
         result = self._call("cuMemSetAccess")
         if result[0] == real.CUresult.CUDA_SUCCESS:
-            self.access[int(pointer)] = descriptor.flags
-            fixed_shared = 0x11
-            mapped = self._libc.mmap(
-                ctypes.c_void_p(int(pointer)),
-                ctypes.c_size_t(size),
-                protection[descriptor.flags],
-                fixed_shared,
-                self.allocations[handle][0],
-                ctypes.c_long(0),
-            )
-            assert mapped == int(pointer)
+            for one in inside:
+                handle, length = self.mapped[one]
+                self.access[one] = descriptor.flags
+                descriptor_of = self.allocations[handle][0]
+                fixed_shared = 0x11
+                self._mmap(one, length, protection[descriptor.flags], fixed_shared, descriptor_of)
         return result
 
+    def _mmap(self, at: int, size: int, protection: int, flags: int, descriptor: int) -> None:
+        mapped = self._libc.mmap(
+            ctypes.c_void_p(at),
+            ctypes.c_size_t(size),
+            protection,
+            flags,
+            descriptor,
+            ctypes.c_long(0),
+        )
+        assert mapped == at
+
     def cuMemUnmap(self, pointer: Any, size: int) -> Any:
+        assert isinstance(pointer, real.CUdeviceptr)
         handle, mapped_size = self.mapped.pop(int(pointer))
         assert mapped_size == size
+        self.access.pop(int(pointer), None)
+        self._mmap(int(pointer), size, 0, 0x32, -1)  # reserved again
         self.references[handle] -= 1
         self._drop(handle)
         return self._call("cuMemUnmap")
 
     def cuMemAddressFree(self, pointer: Any, size: int) -> Any:
-        assert int(pointer) not in self.mapped, "unmap first"
-        assert self.reserved.pop(int(pointer)) == size
+        size_reserved = self.reserved.pop(int(pointer))
+        assert size_reserved == size and not any(
+            int(pointer) <= one < int(pointer) + size for one in self.mapped
+        ), "unmap first"
         self._libc.munmap(ctypes.c_void_p(int(pointer)), ctypes.c_size_t(size))
         return self._call("cuMemAddressFree")
 

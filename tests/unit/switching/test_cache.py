@@ -85,7 +85,7 @@ def test_a_read_only_descriptor_cannot_be_mapped_writable() -> None:
             with pytest.raises(SegmentError):
                 HostMemory.open(descriptor, read_only=False)
             described = cache.describe(read_only=True)
-            again = SharedCache.from_descriptor(described, descriptor).export()
+            again = SharedCache.from_descriptors(described, [descriptor]).export()
             with pytest.raises(SegmentError):
                 HostMemory.open(again, read_only=False)
             os.close(again)

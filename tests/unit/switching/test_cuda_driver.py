@@ -63,7 +63,7 @@ def test_another_process_maps_the_same_memory_read_only(driver: Any) -> None:
     with SharedCache.allocate(GRANULE, "cuda:0") as cache:
         descriptor = cache.export(read_only=True)
         assert not os.get_inheritable(descriptor)
-        with SharedCache.from_descriptor(cache.describe(read_only=True), descriptor) as reader:
+        with SharedCache.from_descriptors(cache.describe(read_only=True), [descriptor]) as reader:
             os.close(descriptor)
             cache.tensor((4,), torch.float32, 512).copy_(torch.arange(4.0))
             assert reader.tensor((4,), torch.float32, 512).tolist() == [0.0, 1.0, 2.0, 3.0]

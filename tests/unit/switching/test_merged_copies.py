@@ -8,7 +8,7 @@ import torch
 
 import switching_models as models
 from torchrelay.switching import ModelStore
-from torchrelay.switching._planner import Grouped
+from torchrelay.switching._layout import Grouped
 from torchrelay.switching._residency import merged_copies
 
 TOKENS = torch.arange(24).reshape(2, 12)

@@ -9,7 +9,7 @@ from itertools import combinations
 import pytest
 
 from torchrelay.switching._layout import ModelLayout
-from torchrelay.switching._planner import Costs, Grouped, best_grouping, pipeline_s
+from torchrelay.switching._planner import Costs, best_grouping, grouped_by_profile, pipeline_s
 from torchrelay.switching._profile import Layer, Profile
 
 
@@ -64,7 +64,7 @@ def test_a_model_is_split_only_if_it_is_computed_earlier_for_it(policy: str) -> 
     def is_split(whole_s: float) -> bool:
         # With waiting operators, all is computed 8 s after the start of the copies.
         profile = Profile(tuple(Layer((one,), 1.75) for one in range(4)), whole_s)
-        return len(Grouped.of_profile(layout, profile, costs, policy).groups) > 1
+        return len(grouped_by_profile(layout, profile, costs, policy).groups) > 1
 
     assert is_split(4.1) == (policy != "one")  # after 4 s of copies
     assert is_split(3.9) == (policy == "layer")

@@ -28,7 +28,8 @@ from torchrelay.errors import (
 from torchrelay.switching import InputSpec, ModelStore, Switcher
 from torchrelay.switching._binding import Binding
 from torchrelay.switching._host import HostMemory
-from torchrelay.switching._layout import layout_of
+from torchrelay.switching._layout import Grouped, layout_of
+from torchrelay.switching._residency import merged_copies
 from torchrelay.switching._store import StoredModel
 from torchrelay.switching._worker import _named
 
@@ -37,12 +38,12 @@ TOKENS = torch.arange(24).reshape(2, 12)
 
 def bound(model: StoredModel) -> Any:
     """A skeleton over the model's bytes, as a worker makes it."""
-    layout = pickle.loads(pickle.dumps(model.layout))
+    grouped = Grouped.one_group(pickle.loads(pickle.dumps(model.layout)))
     memory = HostMemory.allocate(model.size_bytes)
-    module = model.factory.build_skeleton().eval()
-    binding = Binding(module, layout, torch.device("cpu"), memory.nowhere())
-    for index in range(len(layout.storages)):
-        binding.bind(index, model.storage(index).data_ptr())
+    for copy in merged_copies(model, grouped, 0):
+        memory.tensor()[copy.offset_bytes :][: copy.source.numel()] = copy.source
+    binding = Binding(model.factory.build_skeleton().eval(), grouped, memory)
+    binding.bind([0])
     return binding.module
 
 
