@@ -161,14 +161,47 @@ class Autocast(nn.Module):
         return x.float()
 
 
+class Adder(torch.nn.Module):
+    """Takes two inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return self.linear(x).relu() + y
+
+
+class _Wrapper(torch.nn.Module):
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.dropout = torch.nn.Dropout()
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return self.dropout(self.inner(x=x, y=y))
+
+
+def exported(kind: str) -> Any:
+    """An adder by torch.export."""
+    x = torch.zeros(1, 8)
+    args = {"positions": (x, x), "program": (x, x), "mixed": (x,)}.get(kind, ())
+    kwargs = dict.fromkeys(("x", "y")[len(args) :], x)
+    program = torch.export.export(Adder(), args, kwargs)
+    if kind == "program":
+        return program
+    return _Wrapper(program.module()) if kind == "part" else program.module()
+
+
 class Training:
     """A task with dropout, momentum and data drawn from three generators.
 
     It sleeps `pace_s` after each step, if a file is named only while that exists.
     """
 
-    def __init__(self, pace_s: float = 0.0, while_exists: str = "") -> None:
+    def __init__(self, pace_s: float = 0.0, while_exists: str = "", keeps: str = "") -> None:
         self.pace_s = pace_s
+        self.keeps = keeps
         self.while_exists = while_exists
         self.model = torch.nn.Sequential(
             torch.nn.Linear(8, 16),
@@ -187,7 +220,12 @@ class Training:
             time.sleep(self.pace_s)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        if self.keeps == "numpy":
+            state["best"] = {"loss": np.float64(1), "all": np.arange(3), "text": np.array(["a"])}
+        elif self.keeps == "object":
+            state["best"] = {"loss": self.model[1]}
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.model.load_state_dict(state["model"])

@@ -429,6 +429,19 @@ def test_compiled_modules_and_parts_are_found() -> None:
     assert _torch.is_compiled(plain)
 
 
+def test_the_positions_of_exported_modules_are_found() -> None:
+    plain, x = torch.nn.Bilinear(2, 2, 1), torch.ones(1, 2)
+    assert _torch.exported_positions(plain) is None
+    cases: list[tuple[Any, dict[str, Any], list[str]]] = [
+        ((x, x), {}, ["input1", "input2"]),
+        ((x,), {"input2": x}, ["input1"]),
+        ((), {"input1": x, "input2": x}, []),
+    ]
+    for args, kwargs, names in cases:
+        exported = torch.export.export(plain, args, kwargs).module()
+        assert _torch.exported_positions(exported) == names
+
+
 def test_a_storage_at_an_address_views_its_memory() -> None:
     memory = torch.arange(8, dtype=torch.float32)
     storage = _torch.storage_at(memory.data_ptr(), memory.nbytes, torch.device("cpu"))

@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-__all__ = ["graph_break", "is_compiled", "make_ordered", "never_compiled", "script_as"]
+__all__ = [
+    "exported_positions",
+    "graph_break",
+    "is_compiled",
+    "make_ordered",
+    "never_compiled",
+    "script_as",
+]
+
+
+def exported_positions(module: torch.nn.Module) -> list[str] | None:
+    """Return the names of the arguments that a module of ``torch.export`` takes by position only;
+    None of another module.
+    """
+    spec: Any = getattr(module, "_in_spec", None)
+    if spec is None or not isinstance(module, torch.fx.GraphModule):
+        return None
+    return list(inspect.signature(module.forward).parameters)[: spec.child(0).num_children]
 
 
 def make_ordered(operator: Any) -> None:

@@ -79,6 +79,10 @@ class Catalog:
             raise NotFoundError(f"there is no model {name!r} to unload")
         self._fail_waiting(served, NotFoundError(f"model {name!r} {reason}"))
         self._leaving.setdefault(name, []).append(served.model)
+        for worker, building in list(self._builds.items()):
+            # A first build may hang; one of a model that was built before ends.
+            if building is served and not served.profiling:
+                self.fleet.lose(worker, f"was building model {name!r}, which {reason}")
 
     def can_run(self, served: Served, is_profile: bool = False) -> bool:
         """Return whether requests to the model may run: it is profiled, or the request

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import hashlib
 import importlib
 import importlib.util
@@ -17,6 +16,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from torchrelay import _torch
 from torchrelay.errors import ArgumentError, DeferredError, ModelError, UnsupportedError
 
 __all__ = ["Factory", "hidden_tensors", "random_state", "restore_random", "seed_random"]
@@ -81,7 +82,7 @@ class Factory:
             return function()
 
     def build_module(self) -> torch.nn.Module:
-        """Call the function and check that it returned a module."""
+        """Call the function, check that it returned a module, and return that for inference."""
         return self._checked(self.build())
 
     def build_skeleton(self) -> torch.nn.Module:
@@ -108,6 +109,9 @@ class Factory:
                 ) from error
 
     def _checked(self, built: Any) -> torch.nn.Module:
+        """Return the module, for inference."""
+        if isinstance(built, torch.export.ExportedProgram):
+            built = built.module()
         if not isinstance(built, torch.nn.Module):
             raise ArgumentError(
                 f"{self.reference} must return a torch.nn.Module, not {type(built).__name__}"
@@ -118,7 +122,12 @@ class Factory:
                     f"{self.reference} returned a module of torch.jit at {path or 'its top'}; its "
                     "tensors cannot be replaced; return the Python module"
                 )
-        return built
+        positions = _torch.exported_positions(built)
+        if positions:
+            built.register_forward_pre_hook(
+                partial(_by_position, positions), with_kwargs=True, prepend=True
+            )
+        return _evaluating(built)
 
     def _resolve(self) -> Callable[[], Any]:
         """Return the function, bound to arguments that it may change."""
@@ -130,11 +139,33 @@ class Factory:
                 found = getattr(found, name)
         except (ImportError, OSError, AttributeError, SyntaxError) as error:
             raise ArgumentError(f"cannot load {self.reference}: {error}") from error
+        except (Exception, SystemExit) as error:  # of the module's own code
+            raise ModelError(
+                f"{module_name} cannot be imported: {type(error).__name__}: {error}"
+            ) from error
         if not callable(found):
             raise ArgumentError(
                 f"{self.reference} is a {type(found).__name__}, which cannot be called"
             )
-        return functools.partial(found, **copy.deepcopy(self.kwargs))
+        return partial(found, **copy.deepcopy(self.kwargs))
+
+
+def _by_position(
+    names: list[str], module: torch.nn.Module, args: Any, kwargs: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+    """Pass the arguments `names` by position, as a module of torch.export takes them."""
+    given = [kwargs.pop(name) for name in names[len(args) :] if name in kwargs]
+    return (*args, *given), kwargs
+
+
+def _evaluating(module: torch.nn.Module) -> torch.nn.Module:
+    """Call `eval()`, except of modules that have no other mode, as those of torch.export."""
+    try:
+        return module.eval()
+    except NotImplementedError:
+        for child in module.children():
+            _evaluating(child)
+        return module
 
 
 def _load_file(path: str) -> ModuleType:
@@ -204,7 +235,7 @@ def hidden_tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:
             found.append(value())
         elif isinstance(value, list | tuple | set | frozenset):
             found += value
-        elif isinstance(value, functools.partial):
+        elif isinstance(value, partial):
             found += [value.func, *value.args, *value.keywords.values()]
         elif inspect.ismethod(value):
             found.append(value.__self__)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import stat
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +20,8 @@ from torchrelay.switching._binding import Arrivals, Binding
 __all__ = ["Layer", "Output", "Profile", "load_profile", "profile_module", "save_profile"]
 
 _REPEATS = 3
+_MAX_FILE_BYTES = 16 << 20
+_MAX_S = 1e6  # of a forward pass, in a file
 _LONG_S = 1.0  # a forward pass that takes longer is timed once
 
 
@@ -140,28 +143,38 @@ def _seconds(run: Callable[[], object], synchronize: Callable[[], None]) -> floa
 
 def load_profile(file: Path | None, storages: int) -> Profile | None:
     """Return the profile in `file` of a model of so many `storages`; None without one, or if it is
-    damaged.
+    damaged in whatever way.
     """
     try:
-        kept = json.loads(file.read_text()) if file is not None else None
-        if not isinstance(kept, dict):
-            return None
-        layers = tuple(Layer(tuple(map(int, one)), float(s)) for one, s in kept["layers"])
-        found = sorted(storage for layer in layers for storage in layer.storages)
-        if layers and found != list(range(storages)):
-            return None
-        outputs = [Output(str(name), str(dtype), int(n)) for name, dtype, n in kept["outputs"]]
-        return Profile(layers, float(kept["whole_s"]), tuple(outputs))
-    except (OSError, ValueError, TypeError, KeyError):
+        return None if file is None else _parsed(file, storages)
+    except Exception:  # a cache ends nothing; what is wrong in it costs a profile
         return None
+
+
+def _parsed(file: Path, storages: int) -> Profile | None:
+    # A pipe of that name would block.
+    with open(os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as opened:
+        if not stat.S_ISREG(os.fstat(opened.fileno()).st_mode):
+            return None
+        kept = json.loads(opened.read(_MAX_FILE_BYTES))
+    layers = tuple(Layer(tuple(map(int, one)), float(s)) for one, s in kept["layers"])
+    outputs = [Output(str(name), str(dtype), int(n)) for name, dtype, n in kept["outputs"]]
+    profile = Profile(layers, float(kept["whole_s"]), tuple(outputs))
+    times = [profile.whole_s, *(layer.compute_s for layer in layers)]
+    found = sorted(storage for layer in layers for storage in layer.storages)
+    is_whole = not layers or found == list(range(storages))
+    return profile if is_whole and all(0 <= one <= _MAX_S for one in times) else None
 
 
 def save_profile(file: Path | None, profile: Profile) -> None:
     """Write the profile; a folder that cannot be written costs a profile at each start, no more."""
     if file is None:
         return
-    with contextlib.suppress(OSError):
+    temporary = file.with_suffix(f".{os.getpid()}.tmp")
+    try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        temporary = file.with_suffix(f".{os.getpid()}.tmp")
         temporary.write_text(json.dumps(profile._asdict()))
         temporary.replace(file)
+    except (OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError):
+            temporary.unlink(missing_ok=True)

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import os
+import shutil
+import threading
+import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from torchrelay.errors import ModelError, OperationTimeoutError, from_json
+from torchrelay.errors import (
+    ArgumentError,
+    ModelError,
+    NotFoundError,
+    OperationTimeoutError,
+    StorageError,
+    from_json,
+)
 from torchrelay.switching import _messages
 from torchrelay.switching._factory import Factory
 from torchrelay.switching._fleet import Fleet, WorkerProcess
@@ -18,6 +29,7 @@ from torchrelay.switching._training import read_state
 
 __all__ = ["TrainingHandle", "TrainingScheduler"]
 
+_COPY_BYTES = 16 << 20
 _MAX_LOSSES = 2  # workers that may die at the same step
 
 
@@ -39,8 +51,12 @@ class TrainingHandle:
     _future: Future[dict[str, Any]] = field(default_factory=Future, init=False)
     # Of the daemon: the descriptor of the last state, if any; workers lost since then.
     _state: list[int] = field(default_factory=list, init=False)
+    _replacing: threading.Lock = field(default_factory=threading.Lock, init=False)
     _losses: int = field(default=0, init=False)
     _is_cancelled: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        weakref.finalize(self, _close, self._state).atexit = False
 
     @property
     def done(self) -> bool:
@@ -64,32 +80,83 @@ class TrainingHandle:
                 f"{timeout_s} s"
             ) from error
 
+    def state(self) -> dict[str, Any] | None:
+        """Return the task's last saved `state_dict()`, also after an error; None if there is none:
+        see `save_every`.
+        """
+        with self._replacing:
+            return read_state(self._state[0])["task"] if self._state else None
+
+    def save(self, file: str | Path) -> None:
+        """Write the last saved state, with its step and random states, to `file`, from which
+        `Switcher.train(resume=file)` goes on. Also after an error.
+
+        Raises:
+            NotFoundError: no state was saved yet.
+            StorageError: the file cannot be written.
+        """
+        with self._replacing:
+            if not self._state:
+                raise NotFoundError(
+                    f"training task {self.name!r} has saved no state yet: pass save_every to "
+                    "train()"
+                )
+            descriptor = os.dup(self._state[0])
+        path = Path(file)
+        temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+        try:
+            with (
+                open(f"/proc/self/fd/{descriptor}", "rb") as source,
+                temporary.open("wb") as target,
+            ):
+                shutil.copyfileobj(source, target, _COPY_BYTES)
+                target.flush()
+                os.fsync(target.fileno())
+            temporary.replace(path)
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            raise StorageError(f"the state cannot be written to {path}: {error}") from error
+        finally:
+            os.close(descriptor)
+
     def cancel(self) -> None:
         """Stop the task; :meth:`result` then raises `CancelledError`."""
         self.on_cancel(self)
 
+    def _resume(self, file: str | Path) -> None:
+        """Start from the state in `file`."""
+        try:
+            self._state[:] = [os.open(file, os.O_RDONLY | os.O_CLOEXEC)]
+            saved = read_state(self._state[0])
+            self.step = saved["step"]
+        except Exception as error:
+            raise StorageError(f"{file} is no state of TrainingHandle.save(): {error}") from error
+        if not self.step < self.steps:
+            raise ArgumentError(f"{file} is of step {self.step}, and steps={self.steps}")
+
     def _advance(self, step: int, state: list[int]) -> None:
         """Replace the state by a newer one."""
-        self._drop_state()
-        self._state, self.step, self._losses = state, step, 0
-
-    def _drop_state(self) -> None:
-        while self._state:
-            os.close(self._state.pop())
+        with self._replacing:
+            _close(self._state)
+            self._state[:] = state
+        self.step, self._losses = step, 0
 
     def _finish(self) -> None:
-        """Set the future to the state, which is closed."""
+        """Set the future to the state."""
         try:
             self._future.set_result(read_state(self._state[0])["task"])
         except Exception as error:
             self._future.set_exception(error)
-        self._drop_state()
 
     def _fail(self, error: Exception) -> None:
-        """Set the future to `error`, unless it is done, and close the state."""
+        """Set the future to `error`, unless it is done."""
         if not self.done:
             self._future.set_exception(error)
-        self._drop_state()
+
+
+def _close(descriptors: list[int]) -> None:
+    while descriptors:
+        os.close(descriptors.pop())
 
 
 class TrainingScheduler:

@@ -238,7 +238,7 @@ class ModelStore(Resource):
         _check_batching(name, specs, max_batch_size, max_delay_us)
         with naming(f"model {name!r}"):
             made = Factory.of(factory, kwargs, seed)
-            module = made.build_module().eval()
+            module = made.build_module()
         if weights is not None:
             _load_weights(name, module, weights, weights_prefix)
         with naming(f"model {name!r}"):

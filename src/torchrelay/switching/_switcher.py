@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -251,6 +252,7 @@ class Switcher(Resource):
         kwargs: Mapping[str, Any] | None = None,
         seed: int = 0,
         save_every: int = 0,
+        resume: str | Path | None = None,
     ) -> TrainingHandle:
         """Run `steps` training steps while no request runs; return a handle.
 
@@ -262,9 +264,12 @@ class Switcher(Resource):
             factory: builds the task: an object with `step(index)`, `state_dict()` and
                 `load_state_dict(state)`.
             save_every: also write the state back every so many steps; 0: only when preempted.
+                After an error, :meth:`TrainingHandle.state` has the last one.
+            resume: a file of :meth:`TrainingHandle.save` to go on from.
 
         Raises:
             ArgumentError: an argument is wrong.
+            StorageError: `resume` is no such file.
         """
         if steps < 1 or save_every < 0:
             raise ArgumentError(
@@ -279,6 +284,8 @@ class Switcher(Resource):
             save_every,
             on_cancel=lambda one: loop.call(lambda: cancel(one)),
         )
+        if resume is not None:
+            task._resume(resume)
         loop.call(lambda: self._daemon.train(task))
         return task
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from torchrelay._helper import Channel
@@ -29,7 +31,9 @@ class TrainingTask(Protocol):
 
     def state_dict(self) -> dict[str, Any]:
         """Return tensors and plain values, as `torch.save` writes and
-        `torch.load(weights_only=True)` reads.
+        `torch.load(weights_only=True)` reads, or NumPy's arrays and numbers.
+
+        What cannot be read back fails the task after its first step.
         """
 
     def load_state_dict(self, state: dict[str, Any]) -> object:
@@ -56,7 +60,7 @@ def run(
         index = int(saved["step"])
     else:
         seed_random(train.factory.seed)
-    written = index
+    written = first = index
     while index < train.steps:
         try:
             task.step(index)
@@ -66,30 +70,65 @@ def run(
             ) from error
         index += 1
         if train.save_every and index - written >= train.save_every:
-            _send_state(channel, Saved(train.request_id, index, ended=""), task)
+            _send_state(channel, Saved(train.request_id, index, ended=""), train.name, task)
             written = index
+        elif index == first + 1:  # else all steps might be lost
+            os.close(_write_state(train.name, task, index))
         # Checked after a step, so a task makes at least one, however often it is preempted.
         if was_stopped():
             break
     ended = "done" if index >= train.steps else "paused"
-    _send_state(channel, Saved(train.request_id, index, ended), task)
+    _send_state(channel, Saved(train.request_id, index, ended), train.name, task)
 
 
 def read_state(descriptor: int) -> dict[str, Any]:
-    """Return the state in the file behind `descriptor`, which the caller closes."""
-    with os.fdopen(os.dup(descriptor), "rb") as file:
-        file.seek(0)
-        state: dict[str, Any] = torch.load(file, weights_only=True)
-        return state
+    """Return the state in the file behind `descriptor`, which the caller closes; its tensors view
+    the file, and are copied where they are changed.
+
+    Raises:
+        Exception: what `torch.load` raises.
+    """
+    with torch.serialization.safe_globals(_numpy_types()):
+        state: dict[str, Any] = torch.load(
+            f"/proc/self/fd/{descriptor}", weights_only=True, mmap=True
+        )
+    return state
 
 
-def _send_state(channel: Channel, saved: Saved, task: TrainingTask) -> None:
+@functools.cache
+def _numpy_types() -> list[Any]:
+    """Return what pickles of NumPy's arrays and numbers call."""
+    dtypes = {type(np.dtype(code)) for code in np.typecodes["All"] if code != "O"}
+    made = [np.ones(1).__reduce__()[0], np.float64(1).__reduce__()[0]]
+    return [np.ndarray, np.dtype, *made, *dtypes]
+
+
+def _send_state(channel: Channel, saved: Saved, name: str, task: TrainingTask) -> None:
     """Send the state in an anonymous file, so that it arrives whole or not at all."""
-    descriptor = os.memfd_create("torchrelay-training", os.MFD_CLOEXEC)
+    descriptor = _write_state(name, task, saved.step)
     try:
-        with os.fdopen(os.dup(descriptor), "wb") as file:
-            state = {"task": task.state_dict(), "random": random_state(), "step": saved.step}
-            torch.save(state, file)
         channel.send(saved, [descriptor])
     finally:
         os.close(descriptor)
+
+
+def _write_state(name: str, task: TrainingTask, step: int) -> int:
+    """Return the descriptor of a file with the state, which can be read back.
+
+    Raises:
+        ModelError: it cannot.
+    """
+    descriptor = os.memfd_create("torchrelay-training", os.MFD_CLOEXEC)
+    try:
+        with os.fdopen(os.dup(descriptor), "wb") as file:
+            torch.save({"task": task.state_dict(), "random": random_state(), "step": step}, file)
+        read_state(descriptor)
+    except Exception as error:
+        os.close(descriptor)
+        reason = str(error).strip().partition("\n")[0]
+        raise ModelError(
+            f"the state of {name} after step {step} cannot be saved and read back: "
+            f"{type(error).__name__}: {reason}; return tensors, numbers, strings, and lists, dicts "
+            "and sets of them from state_dict()"
+        ) from error
+    return descriptor

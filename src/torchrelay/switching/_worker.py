@@ -47,7 +47,7 @@ class _Loaded:
         """Build the module."""
         self.load = load
         self.grouped = Grouped(load.layout, load.groups)
-        module = load.factory.build_skeleton().eval()
+        module = load.factory.build_skeleton()
         self.binding = Binding(module, self.grouped, cache)
         self.missing: set[int] = set()  # groups that have not arrived
         # Whether the model runs under plain torch: no inference mode, no waiting operators.

@@ -86,6 +86,13 @@ def two_standby(switcher: Switcher) -> None:
     eventually(lambda: len(pids(switcher, "standby")) == 2)
 
 
+def evict(switcher: Switcher, name: str) -> None:
+    """Take a model that nothing uses out of the arena."""
+    daemon = switcher._daemon
+    eventually(lambda: daemon.loop.call(lambda: daemon.residency.is_unused(name)))
+    daemon.loop.call(lambda: daemon.residency.arena.evict(name))
+
+
 def test_a_worker_killed_while_it_computes_is_replaced_and_the_request_runs_again(
     switcher: Switcher,
 ) -> None:
@@ -121,8 +128,7 @@ def test_a_worker_killed_during_a_copy_leaves_the_arena_right(switcher: Switcher
     two_standby(switcher)
     expected = switcher.infer("chain", {"x": X})["output"]
     switcher.infer("slow", slow_inputs(0.0))
-    switcher.unload("chain")  # out of the arena
-    switcher.load("chain", timeout_s=WAIT_S)
+    evict(switcher, "chain")
     two_standby(switcher)
     future = switcher.submit("chain", {"x": X})
     eventually(lambda: bool(pids(switcher, "running")) or future.done())
@@ -402,9 +408,7 @@ def test_a_worker_that_dies_after_its_copy_failed_ends_one_request(
     switcher: Switcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     two_standby(switcher)
-    switcher.unload("chain")
-    switcher.load("chain", timeout_s=WAIT_S)
-    eventually(lambda: all(block["model"] != "chain" for block in switcher.status()["blocks"]))
+    evict(switcher, "chain")
     stopped: list[int] = []
 
     def stop_and_fail(copies: object) -> Callable[[], None]:
@@ -426,9 +430,7 @@ def test_a_copy_that_fails_is_an_error_and_the_next_request_is_served(
     switcher: Switcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     two_standby(switcher)
-    switcher.unload("chain")
-    switcher.load("chain", timeout_s=WAIT_S)  # profiled again: regrouped, so not in the arena
-    eventually(lambda: all(block["model"] != "chain" for block in switcher.status()["blocks"]))
+    evict(switcher, "chain")
 
     with monkeypatch.context() as patch:
         patch.setattr(switcher._link, "start", broken)

@@ -29,6 +29,7 @@ from torchrelay.errors import (
     NotFoundError,
     OperationTimeoutError,
     OverloadedError,
+    StorageError,
     UnavailableError,
 )
 from torchrelay.switching import ModelStore, Reply, Switcher, _request_buffer
@@ -545,6 +546,39 @@ def test_training_preempted_fifty_times_ends_with_the_bits_of_an_uninterrupted_r
         switcher.train("broken", models.BrokenTraining, steps=5).result(WAIT_S)
     with pytest.raises(ArgumentError, match="without step"):
         switcher.train("wrong", models.chain, steps=5).result(WAIT_S)
+
+
+def test_a_state_that_cannot_be_read_back_is_found_after_the_first_step(
+    switcher: Switcher, tmp_path: Path
+) -> None:
+    kwargs = {"keeps": "numpy"}
+    done = switcher.train("numpy", models.Training, kwargs=kwargs, steps=6, seed=5, save_every=2)
+    assert done.result(WAIT_S)["best"]["all"].tolist() == [0, 1, 2]
+    refused = switcher.train("object", models.Training, kwargs={"keeps": "object"}, steps=1000)
+    with pytest.raises(ModelError, match=r"state of object after step 1 cannot be saved and read"):
+        refused.result(WAIT_S)
+    assert refused.state() is None
+    with pytest.raises(NotFoundError, match="has saved no state yet: pass save_every"):
+        refused.save(tmp_path / "state.pt")
+
+
+def test_after_a_late_error_the_last_state_is_to_be_had_and_a_file_goes_on(
+    switcher: Switcher, tmp_path: Path
+) -> None:
+    failed = switcher.train("broken", models.BrokenTraining, steps=5, save_every=1)
+    with pytest.raises(ModelError, match="step 2 of broken failed"):
+        failed.result(WAIT_S)
+    assert failed.step == 2 and failed.state() is not None
+    half = switcher.train("half", models.Training, steps=3, seed=5)
+    half.result(WAIT_S)
+    half.save(tmp_path / "state.pt")
+    resumed = switcher.train("on", models.Training, steps=6, seed=5, resume=tmp_path / "state.pt")
+    whole = switcher.train("whole", models.Training, steps=6, seed=5)
+    assert same(resumed.result(WAIT_S), whole.result(WAIT_S))
+    (tmp_path / "damaged.pt").write_bytes((tmp_path / "state.pt").read_bytes()[:1000])
+    for name in ("damaged.pt", "missing.pt"):
+        with pytest.raises(StorageError, match="is no state of"):
+            switcher.train("wrong", models.Training, steps=6, resume=tmp_path / name)
 
 
 def test_training_goes_on_if_requests_come_faster_than_its_factory_builds(

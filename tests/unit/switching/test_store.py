@@ -42,7 +42,7 @@ def bound(model: StoredModel) -> Any:
     memory = HostMemory.allocate(model.size_bytes)
     for copy in merged_copies(model, grouped, 0):
         memory.tensor()[copy.offset_bytes :][: copy.source.numel()] = copy.source
-    binding = Binding(model.factory.build_skeleton().eval(), grouped, memory)
+    binding = Binding(model.factory.build_skeleton(), grouped, memory)
     binding.bind([0])
     return binding.module
 
@@ -205,6 +205,31 @@ def test_weights_come_from_a_checkpoint(tmp_path: Path) -> None:
             assert torch.equal(other(TOKENS)["logits"], bound(model)(TOKENS)["logits"])
         with pytest.raises(MismatchError):
             store.add("chain", models.chain, weights_prefix="model.", **add)
+
+
+@pytest.mark.parametrize("kind", ["keywords", "positions", "mixed", "program", "part"])
+def test_exported_modules_take_their_inputs_by_name(kind: str) -> None:
+    inputs = {"x": torch.ones(1, 8), "y": torch.ones(1, 8)}
+    with ModelStore() as store:
+        model = store.add(kind, models.exported, kwargs={"kind": kind}, inputs=inputs)
+        torch.manual_seed(0)
+        expected = models.Adder()(**inputs)
+        assert torch.equal(bound(model)(**inputs), expected)
+
+
+@pytest.mark.parametrize(
+    "code", ["import os; os.environ['MISSING_X']", "raise SystemExit(3)", "1/0"]
+)
+def test_a_file_that_fails_when_it_is_imported_is_an_error_of_the_model(
+    tmp_path: Path, code: str
+) -> None:
+    file = tmp_path / "failing.py"
+    file.write_text(code + "\ndef net(): ...\n")
+    with (
+        ModelStore() as store,
+        pytest.raises(ModelError, match=r"failing\.py cannot be imported: "),
+    ):
+        store.add("m", f"{file}:net", inputs={"x": TOKENS})
 
 
 def test_wrong_models_are_refused_in_a_sentence() -> None:
