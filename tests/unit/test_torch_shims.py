@@ -20,6 +20,7 @@ from torch.distributed.fsdp import _init_utils
 from torch.distributed.tensor import Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from torchrelay import _torch
 from torchrelay.deferred import deferred_init, materialize_module
@@ -648,3 +649,54 @@ def test_the_compiler_skips_what_is_never_compiled() -> None:
     skipped = torch.compile(_torch.never_compiled(outer), backend=backend)
     assert torch.equal(skipped(ones), outer(ones))
     assert len(compiled) == 1
+
+
+def test_the_innermost_recomputed_checkpoint_is_identified() -> None:
+    found: list[list[Any]] = [[], []]
+
+    def inner(x: torch.Tensor) -> torch.Tensor:
+        found[0].append(_torch.recomputation())
+        return x.sin().cos()
+
+    def outer(x: torch.Tensor) -> torch.Tensor:
+        found[1].append(_torch.recomputation())
+        return checkpoint(inner, x.sin(), use_reentrant=False).cos()
+
+    x = torch.ones(2, requires_grad=True)
+    checkpoint(outer, x, use_reentrant=False).sum().backward()
+    assert found[0][0] is found[1][0] is None
+    assert found[0][1] is found[1][1] is not None  # a segment in one that is recomputed
+    assert found[0][2] not in (None, found[0][1])  # recomputed itself
+    ended = weakref.ref(found[0][2])
+    found.clear()
+    assert ended() is None and _torch.recomputation() is None
+    found = [[], []]
+    checkpoint(inner, x, use_reentrant=True).sum().backward()
+    assert found[0] == [None, None]
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`")  # torch's own use, in forward mode
+def test_wrappers_of_transforms_are_removed_down_to_the_one_that_runs() -> None:
+    kept: list[torch.Tensor] = []
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        assert not _torch.in_forward_transform()
+        kept.append(x)
+        assert _torch.lowered(x) is x
+        return x.square().sum()
+
+    def outer(x: torch.Tensor) -> torch.Tensor:
+        assert _torch.in_forward_transform()
+        y = torch.func.grad(function)(x)
+        inner = _torch.lowered(kept[-1])
+        assert inner is not kept[-1] and _torch.is_transformed(inner)
+        return y
+
+    torch.func.jvp(outer, (torch.ones(2),), (torch.ones(2),))
+    assert not _torch.is_transformed(_torch.lowered(kept[-1]))
+
+
+def test_tensors_without_memory_are_none_of_the_host() -> None:
+    zeros = torch._efficientzerotensor((2, 3))
+    assert zeros.data_ptr() == 0 and not _torch.is_host_memory(zeros)
+    assert _torch.is_host_memory(torch.zeros_like(zeros))

@@ -16,9 +16,10 @@ __all__ = [
     "backward_will_run",
     "first_hook",
     "forward_mode_active",
-    "has_saving_hooks",
+    "in_forward_transform",
     "is_transformed",
-    "strip_dead_transform",
+    "lowered",
+    "recomputation",
     "transforms_active",
 ]
 
@@ -41,9 +42,23 @@ backward_keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph
 transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 
-def has_saving_hooks() -> bool:
-    """Whether saved tensors pass through hooks, as in a checkpointed segment."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+def recomputation() -> Any:
+    """Return what identifies the innermost checkpoint that is being recomputed, or None.
+
+    It is the hook that takes the recomputed tensors, which lives as long. It may lie below hooks of
+    checkpoints inside of that one.
+    """
+    saving: Any = torch._C._autograd
+    stack = []
+    while (hooks := saving._top_saved_tensors_default_hooks(True)) is not None:
+        stack.append(hooks)
+        saving._pop_saved_tensors_default_hooks()
+    for pack, unpack in reversed(stack):
+        saving._push_saved_tensors_default_hooks(pack, unpack)
+    for pack, _ in stack:
+        if getattr(pack, "__qualname__", "").startswith("_recomputation_hook."):
+            return pack
+    return None
 
 
 def backward_will_run(node: torch.autograd.graph.Node) -> bool:
@@ -73,10 +88,22 @@ def forward_mode_active() -> bool:
     return torch.autograd.forward_ad._current_level >= 0
 
 
-def strip_dead_transform(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` without the wrappers of ``torch.func`` transforms that have ended."""
+def in_forward_transform() -> bool:
+    """Whether the ``torch.func`` transform that runs now is one of forward mode."""
     functorch: Any = torch._C._functorch
-    while functorch.is_dead_tensor_wrapper(tensor):
+    interpreter = functorch.peek_interpreter_stack()
+    return interpreter is not None and interpreter.key() == functorch.TransformType.Jvp
+
+
+def lowered(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` without the wrappers of ``torch.func`` transforms that have ended, or that are
+    above the one that runs now.
+    """
+    functorch: Any = torch._C._functorch
+    current = functorch.maybe_current_level() or 0
+    while functorch.is_functorch_wrapped_tensor(tensor) and (
+        functorch.is_dead_tensor_wrapper(tensor) or functorch.maybe_get_level(tensor) > current
+    ):
         tensor = functorch.get_unwrapped(tensor)
     return tensor
 

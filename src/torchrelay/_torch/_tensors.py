@@ -120,6 +120,7 @@ def is_host_memory(tensor: torch.Tensor) -> bool:
         and tensor.is_contiguous()
         and not tensor.is_conj()
         and not tensor.is_neg()
+        and not tensor._is_zerotensor()  # a derivative known to be zero, without memory
     )
 
 

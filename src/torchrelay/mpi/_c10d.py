@@ -23,7 +23,7 @@ from torch import Tensor
 from torchrelay._torch import flat_bytes, group_store, private_backend
 from torchrelay.errors import ArgumentError, PeerLostError, TorchRelayError
 from torchrelay.mpi import _wait
-from torchrelay.mpi._dtypes import KERNELS, LOGICAL, NATIVE, Op, check_op
+from torchrelay.mpi._dtypes import EXTREMA, KERNELS, LOGICAL, NATIVE, Op, check_op
 from torchrelay.mpi._headers import Headers
 from torchrelay.mpi._library import check_launcher, is_worker_of_rank
 from torchrelay.mpi._mailbox import Incoming, Mailbox
@@ -182,6 +182,7 @@ class C10dTransport:
         self, ranks: Ranks, mailbox: Mailbox, peers: list[int], kinds: dict[str, str], path: str
     ) -> None:
         self.rank, self.size = ranks.rank, ranks.size
+        self.is_alone = not dist.is_initialized() or dist.get_world_size() == 1
         self.idle_headers: list[Headers] = []
         self._ranks, self._mailbox, self._peers, self._path = ranks, mailbox, peers, path
         self._kinds = kinds if self.size > 1 else {}
@@ -290,7 +291,12 @@ class C10dTransport:
         ours, total = source.detach(), result.detach()
         if ours.is_complex() and op is Op.SUM:
             ours, total = torch.view_as_real(ours), torch.view_as_real(total)
-        if op not in _OPS or ours.dtype not in _REDUCED or self.size == 1:
+        loses_nan = (
+            op in EXTREMA
+            and ours.is_floating_point()
+            and self._kinds.get(ours.device.type) != "sml"  # but Gloo and NCCL
+        )
+        if op not in _OPS or ours.dtype not in _REDUCED or loses_nan or self.size == 1:
             return self._gather_rows(
                 source, arrived, lambda rows: result.detach().view(-1).copy_(_fold(rows, op))
             )

@@ -4,8 +4,16 @@ Every recorded communication takes the head of the chain, a 0-dim tensor that re
 additional input and returns a new head. The backward pass therefore runs *all* communications of a
 rank in reverse order; if every rank could finish in the forward order, it can in reverse.
 
-A chain belongs to a thread, not to a communicator: a thread's communications have one order.
-Forward code inside a backward pass, such as a recomputed checkpoint, has its own chain.
+A chain belongs to a thread, not to a communicator: a thread's communications have one order, that
+in which it runs them. What is a part of the order must not depend on what only one rank knows, such
+as the size of a communicator: on another rank it has another size.
+
+- The communications of a backward pass that is differentiated again continue one chain, whichever
+  chains they are derivatives of. It is joined to each of these, so that a later pass that reaches
+  it runs these as well.
+- Forward code inside a backward pass has a chain of its own, which nothing else continues: a
+  checkpoint that is recomputed when a saved tensor is needed (its graph is discarded), and one of
+  reentrant checkpointing (it is differentiated at once).
 """
 
 from __future__ import annotations
@@ -39,38 +47,46 @@ __all__ = [
     "Answer",
     "Chain",
     "Link",
-    "adjoint_chain",
     "backward",
     "chain",
     "current",
     "grad",
     "main",
+    "recording",
     "reset",
 ]
 
 MAIN = threading.main_thread().ident
 
-ROOT = torch.zeros((), device="cpu", requires_grad=True)
-"""Every chain starts here: ``torch.autograd.grad`` of it as well runs the whole chain."""
+
+def _root() -> Tensor:
+    return torch.zeros((), device="cpu", requires_grad=True)
+
+
+ROOT = _root()
+"""Where communications that keep no order start."""
 
 
 class Chain:
     """Communications since the last backward pass, each dependent on the previous one.
 
     Attributes:
-        alone: whether all are over communicators of one rank, which wait for nobody.
+        roots: where it starts, and chains that it was joined to: ``torch.autograd.grad`` of these
+            as well runs the whole chain, and nothing before it.
     """
 
     def __init__(self, slot: Slot | None = None) -> None:
         self.slot = slot
-        self.alone = True
-        self.head: Tensor | None = ROOT
+        self.roots = [_root()]
+        self.head: Tensor | None = self.roots[0]
         self.names: list[str] = []
         self.answers: defaultdict[Any, _Answers] = defaultdict(_Answers)
         self.first: weakref.ref[Node] | None = None
         self.task = -1  # the backward pass that runs, or ran last
         self.begun = 0  # the position it begins at
+        self.added = (-1, 0)  # a backward pass that records in it, and the length before
         self.warned = False
+        self.is_partial = False  # of derivatives in torch.func transforms, which end with these
 
     def extend(self, name: str) -> Tensor:
         """Return the token for the next communication; the caller stores its result in ``head``."""
@@ -85,6 +101,12 @@ class Chain:
             )
         assert self.head is not None
         return self.head
+
+    def join(self, other: Chain, token: Tensor) -> None:
+        """Let what follows depend on ``token``, of another chain, as well."""
+        assert self.head is not None
+        self.head = self.head + token
+        self.roots += other.roots
 
     def close(self) -> None:
         """Release the graph, whose nodes refer to their chain and would form a cycle."""
@@ -161,9 +183,11 @@ class Answer:
 
 
 class Slot:
-    """Holds the chain that communications join: one per thread, and one per backward pass."""
+    """Holds the chain that communications join: one per thread, and one for forward code in each
+    backward pass and recomputed checkpoint.
+    """
 
-    __slots__ = ("chain",)
+    __slots__ = ("__weakref__", "chain")
 
     def __init__(self) -> None:
         self.chain = Chain(self)
@@ -173,6 +197,9 @@ class Slot:
         self.chain.close()
         self.chain = Chain(self)
         return self.chain
+
+    def close(self) -> None:
+        self.chain.close()
 
 
 APART = Chain()
@@ -222,7 +249,7 @@ class Link:
         """Check, as the first communication of this backward pass, that all others are in reach."""
         chain = self.chain
         chain.begun = self.position
-        if not chain.alone:
+        if not (chain.is_partial or self.call.comm.is_alone):
             self._check_reach()
         slot = chain.slot
         if slot is not None and slot.chain is chain and not _torch.backward_keeps_graph():
@@ -231,21 +258,23 @@ class Link:
     def _check_reach(self) -> None:
         chain, position = self.chain, self.position
         policy = self.call.comm.unreachable_policy or settings.unreachable_policy
-        if policy == "ignore" or position == 1 == len(chain.names):
+        task, length = chain.added
+        names = chain.names[: length if task == chain.task else None]
+        if policy == "ignore" or position == 1 == len(names):
             return
         first = chain.first() if chain.first is not None and position > 1 else None
         before = first is not None and not _torch.backward_will_run(first)
-        after = chain.names[position:]
+        after = names[position:]
         if not after and not before:
             return
         where = f"the {len(after)} communications after it ({_few(after)})" if after else ""
         if before:
             where += " and " if where else ""
-            earlier = self.chain.names[: self.position - 1]
+            earlier = names[: position - 1]
             where += f"some of the {self.position - 1} before it ({_few(earlier)})"
         message = (
-            f"this backward pass starts at {self.chain.names[self.position - 1]} (number "
-            f"{self.position}) and does not reach {where}; ranks whose loss depends on them would "
+            f"this backward pass starts at {names[position - 1]} (number "
+            f"{position}) and does not reach {where}; ranks whose loss depends on them would "
             "wait forever or get wrong values. Use torchrelay.mpi.backward(loss) or "
             "torchrelay.mpi.grad(outputs, inputs), which run all of them, or communicate what "
             "needs no gradient under torch.no_grad()"
@@ -265,7 +294,8 @@ class _Here(threading.local):
     """What each thread has of its own."""
 
     def __init__(self) -> None:
-        self.adjoint: Chain | None = None  # of the node whose backward runs
+        self.adjoint: Chain | None = None  # that the node whose backward runs records in
+        self.whole: Chain | None = None  # of which all is differentiated, by grad or backward
         if threading.get_ident() == MAIN:
             self.slot = main
         elif MPI is None or MPI.Query_thread() == MPI.THREAD_MULTIPLE:
@@ -284,17 +314,41 @@ _here = _Here()
 
 def current() -> Chain:
     """Return the chain that the next communication joins."""
-    if _here.adjoint is not None:
-        return _here.adjoint
-    if _torch.backward_id() >= 0:
-        return _scratch(_torch.backward_id()).chain
-    return _here.slot.chain
+    return _slot().chain if _here.adjoint is None else _here.adjoint
+
+
+def _slot() -> Slot:
+    """Return the slot of the code that runs: of the thread, or of forward code in a pass."""
+    task = _torch.backward_id()
+    if task < 0:
+        return _here.slot
+    hook = _torch.recomputation()
+    if hook is None:
+        return _pass(task).slot
+    slot = _recomputed.get(hook)
+    if slot is None:
+        slot = _recomputed[hook] = Slot()
+        weakref.finalize(hook, slot.close)
+    return slot
 
 
 def check_compiled() -> None:
-    """Raise :class:`UnsupportedError` if compiled code would join another thread's chain."""
-    if threading.get_ident() != MAIN and _torch.backward_id() < 0:
-        raise UnsupportedError("compiled code communicates in the main thread only")
+    """Prepare for compiled code, which joins the chain of the main thread, also in a backward pass.
+
+    Raises:
+        UnsupportedError: another thread runs it, or a reentrant checkpoint recomputes it.
+    """
+    task = _torch.backward_id()
+    if task < 0:
+        if threading.get_ident() != MAIN:
+            raise UnsupportedError("compiled code communicates in the main thread only")
+        return
+    if _torch.recomputation() is None:
+        raise UnsupportedError(
+            "compiled code that communicates, in a backward pass: a reentrant checkpoint would "
+            "differentiate what was called before it, too; pass use_reentrant=False"
+        )
+    _pass(task).keep_main()
 
 
 def begin_compiled(task: int) -> None:
@@ -306,33 +360,72 @@ def begin_compiled(task: int) -> None:
             main.renew().task = task
 
 
-_scratches: dict[int, Slot] = {}
+class _Pass:
+    """What a backward pass records.
 
-
-def _scratch(task: int) -> Slot:
-    """Return a chain for forward code inside a backward pass, such as a recomputed checkpoint.
-
-    Its graph serves that backward pass only and must not join the thread's chain. A reentrant
-    checkpoint differentiates it at once in its own pass; the next one gets a new chain.
+    Attributes:
+        slot: of forward code, such as a reentrant checkpoint, which differentiates it at once in a
+            pass of its own; the next one gets a new chain.
+        adjoint: the chain of the derivatives, if they are differentiated again.
+        joined: the chains of which these are derivatives.
     """
-    if task not in _scratches:
-        _scratches[task] = Slot()
-        _torch.after_backward(lambda: _forget(task))
-    return _scratches[task]
+
+    def __init__(self) -> None:
+        self.slot = Slot()
+        self.own = Chain()
+        self.adjoint: Chain | None = None
+        self.joined: set[Chain] = set()
+        self.kept: tuple[Chain, Tensor | None] | None = None
+
+    def keep_main(self) -> None:
+        """Note the head of the main chain, to which recomputed code must add nothing."""
+        if self.kept is None:
+            self.kept = (main.chain, main.chain.head)
+
+    def end(self) -> None:
+        self.slot.close()
+        self.own.close()
+        if self.kept is not None:
+            chain, head = self.kept
+            if chain.head is not None:
+                chain.head = head
 
 
-def _forget(task: int) -> None:
-    slot = _scratches.pop(task, None)
-    if slot is not None:
-        slot.chain.close()
+_passes: dict[int, _Pass] = {}
+_recomputed: weakref.WeakKeyDictionary[Any, Slot] = weakref.WeakKeyDictionary()
+
+
+def _pass(task: int) -> _Pass:
+    found = _passes.get(task)
+    if found is None:
+        found = _passes[task] = _Pass()
+        _torch.after_backward(lambda: _passes.pop(task).end())
+    return found
 
 
 @contextlib.contextmanager
-def adjoint_chain(link: Link) -> Iterator[None]:
-    """Record within the block in the chain of the node whose backward runs."""
-    here, before = _here, _here.adjoint
-    is_open = link.chain.head is not None
-    here.adjoint = link.chain if is_open else _scratch(_torch.backward_id()).chain
+def recording(chain: Chain, token: Tensor | None) -> Iterator[None]:
+    """Record the derivative of a communication of ``chain`` within the block.
+
+    The first of a pass decides which chain those of all continue: that which the pass runs to its
+    end, if it is one of :func:`grad` or :func:`backward`; or ``chain``; or one of its own, if that
+    has ended.
+
+    Args:
+        token: what the communication returned.
+    """
+    here, before, task = _here, _here.adjoint, _torch.backward_id()
+    found = _pass(task)
+    if found.adjoint is None:
+        choices = (here.whole, chain, found.own)
+        found.adjoint = next(c for c in choices if c is not None and c.head is not None)
+        found.own.is_partial = found.adjoint is found.own and chain is APART
+        found.joined.add(found.adjoint)
+        found.adjoint.added = (task, len(found.adjoint.names))
+    if chain not in found.joined and token is not None:
+        found.joined.add(chain)
+        found.adjoint.join(chain, token)
+    here.adjoint = found.adjoint
     try:
         yield
     finally:
@@ -346,7 +439,7 @@ def chain() -> Iterator[None]:
     Use it for computations with a separate backward pass: two losses of one step, or a function for
     ``torch.autograd.gradcheck``. All ranks must run these backward passes in the same order.
     """
-    slot = _here.slot
+    slot = _slot()
     before = slot.chain
     mine = slot.chain = Chain(slot)
     try:
@@ -359,7 +452,7 @@ def chain() -> Iterator[None]:
 
 def reset() -> None:
     """Discard all recorded communications; later backward passes do not run them."""
-    _here.slot.renew()
+    _slot().renew()
 
 
 # Backward passes that reach every communication, whether or not the loss depends on it.
@@ -381,9 +474,10 @@ def backward(
         retain_graph: as for ``Tensor.backward``.
         create_graph: as for ``Tensor.backward``.
     """
-    outputs, grads = _roots([] if loss is None else [loss], [] if loss is None else [gradient])
+    outputs, grads = _ends([] if loss is None else [loss], [] if loss is None else [gradient])
     if outputs:
-        torch.autograd.backward(outputs, grads, retain_graph, create_graph)
+        with _whole():
+            torch.autograd.backward(outputs, grads, retain_graph, create_graph)
 
 
 def grad(
@@ -409,16 +503,18 @@ def grad(
         grad_outputs = [None] * len(outputs)
     elif isinstance(grad_outputs, Tensor):
         grad_outputs = [grad_outputs]
-    roots, cotangents = _roots(outputs, list(grad_outputs))
-    results = torch.autograd.grad(
-        roots,
-        [*inputs, ROOT],
-        cotangents,
-        retain_graph=retain_graph,
-        create_graph=create_graph,
-        allow_unused=True,
-        materialize_grads=materialize_grads,
-    )[:-1]
+    ends, cotangents = _ends(outputs, list(grad_outputs))
+    roots = _slot().chain.roots
+    with _whole():
+        results = torch.autograd.grad(
+            ends,
+            [*inputs, *roots],
+            cotangents,
+            retain_graph=retain_graph,
+            create_graph=create_graph,
+            allow_unused=True,
+            materialize_grads=materialize_grads,
+        )[: len(inputs)]
     if not allow_unused and any(g is None for g in results):
         unused = [number for number, g in enumerate(results) if g is None]
         raise GraphError(
@@ -427,12 +523,24 @@ def grad(
     return results
 
 
-def _roots(
+@contextlib.contextmanager
+def _whole() -> Iterator[None]:
+    """Let derivatives continue the chain that is run to its end within the block."""
+    here, before = _here, _here.whole
+    here.whole = _slot().chain
+    try:
+        yield
+    finally:
+        here.whole = before
+
+
+def _ends(
     outputs: list[Tensor], grads: list[Tensor | None]
 ) -> tuple[list[Tensor], list[Tensor | None]]:
     """Return the outputs that have a graph, and the head of the chain."""
     pairs = [(y, g) for y, g in zip(outputs, grads, strict=True) if y.requires_grad]
-    head = _here.slot.chain.head
-    if head is not None and head is not ROOT:
+    chain = _slot().chain
+    head = chain.head
+    if head is not None and head is not chain.roots[0]:
         pairs.append((head, torch.zeros_like(head)))
     return [y for y, _ in pairs], [g for _, g in pairs]

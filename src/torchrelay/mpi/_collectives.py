@@ -85,6 +85,7 @@ __all__ = [
     "reduce_scatter",
     "scan",
     "scatter",
+    "zeros_with_graph",
 ]
 
 MAX_DIMS = MAX_NUMBERS - 3
@@ -95,7 +96,7 @@ def is_differentiated() -> bool:
     return is_grad_enabled() or _torch.forward_mode_active()
 
 
-def nothing_of(y: Tensor) -> Tensor:
+def zeros_with_graph(y: Tensor) -> Tensor:
     """Return zeros of y's shape that depend on it, so that a loss of them runs its backward."""
     return torch.where(torch.zeros((), dtype=torch.bool, device=y.device), y, 0)
 
@@ -169,7 +170,7 @@ class Bcast(Call):
     def adjoint(self, grad: Tensor) -> Plan:
         if self.comm.convention == "replicated":
             return own_use(
-                self.comm, grad, unchanged if self.comm.rank == self.root else nothing_of
+                self.comm, grad, unchanged if self.comm.rank == self.root else zeros_with_graph
             )
         return Plan(Reduce(self.comm.reverse, Op.SUM, self.root), grad)
 
@@ -550,7 +551,7 @@ class Located(NamedTuple):
     """Result of MAXLOC and MINLOC.
 
     Attributes:
-        values: each element's extremum.
+        values: each element's extremum; NaN if a rank holds one.
         ranks: the lowest rank that holds it.
     """
 
@@ -569,7 +570,8 @@ def allreduce(comm: Comm, x: Tensor, op: Op) -> Plan:
 def allreduce_located(comm: Comm, x: Tensor, op: Op) -> Located:
     """Reduce with MAXLOC or MINLOC."""
     values = run(allreduce(comm, x, Op.MAX if op is Op.MAXLOC else Op.MIN))
-    here = torch.where(x.detach() == values.detach(), comm.rank, comm.size)
+    held = x.detach()
+    here = torch.where((held == values.detach()) | held.isnan(), comm.rank, comm.size)
     return Located(values, record(Allreduce(comm, Op.MIN), here))
 
 
@@ -601,7 +603,7 @@ def reduce(comm: Comm, x: Tensor, op: Op, root: int) -> Plan:
     def complete(parts: Tensor) -> Tensor:
         # Differentiated again, all ranks must communicate alike.
         y = reduce_locally(parts, op)
-        return y if is_root else nothing_of(y)
+        return y if is_root else zeros_with_graph(y)
 
     return linear(call, x, lambda of: _gathered(comm.replace("sum"), x, of, complete))
 

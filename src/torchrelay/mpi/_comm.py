@@ -6,18 +6,24 @@ waiting ranks report their state.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
-from collections.abc import Sequence
-from typing import TypeVar
+from collections.abc import Callable, Sequence
+from typing import Concatenate, ParamSpec, TypeVar
 
-from torchrelay.errors import ArgumentError
+from torch.compiler import is_compiling
+
+from torchrelay.errors import ArgumentError, MismatchError
 from torchrelay.mpi import _compiled, _headers, _wait
 from torchrelay.mpi._dtypes import check_integer
 from torchrelay.mpi._transport import ANY_SOURCE, ANY_TAG, PROC_NULL, Transport
 
-__all__ = ["WORLD_NAME", "Comm", "Lease"]
+__all__ = ["WORLD_NAME", "Comm", "Lease", "collective"]
 
 _C = TypeVar("_C", bound="Comm")
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 _names = itertools.count()
 WORLD_NAME = "COMM_WORLD"
 
@@ -31,6 +37,7 @@ class Lease:
         calls: each rank's description of a call that matches no other's.
         ended: the ranks that have ended.
         is_freed: whether the communicator has been freed.
+        comparisons: how often its ranks have compared their calls.
     """
 
     def __init__(self, transport: Transport, is_owned: bool) -> None:
@@ -40,6 +47,7 @@ class Lease:
         self.calls: dict[int, str] = {}
         self.ended: set[int] = set()
         self.is_freed = False
+        self.comparisons = 0
         self.owned = [transport] if is_owned else []
         self.control = self.duplicate(transport, for_messages=True)
         _wait.leases.add(self)
@@ -61,10 +69,13 @@ class Lease:
 class Comm:
     """The base of communicators, whose functions are in classes derived from it.
 
-    ``number`` is that by which compiled code finds it.
+    ``number`` is that by which compiled code finds it; ``is_alone`` whether no communicator of this
+    process has other ranks, so that nothing waits for another and needs an order. Of one rank among
+    others it is false: the same code may communicate there.
     """
 
     number: int
+    is_alone: bool
     announces = True  # whether debug mode announces messages to their receivers
     _original: Comm | None = None
 
@@ -72,7 +83,7 @@ class Comm:
         self, transport: Transport, name: str | None = None, is_owned: bool = False
     ) -> None:
         """Use ``transport``, and free it if it ``is_owned``. Collective over its ranks."""
-        self.rank, self.size = transport.rank, transport.size
+        self.rank, self.size, self.is_alone = transport.rank, transport.size, transport.is_alone
         self.name = name or f"communicator {next(_names)}"
         self.convention = "sum"
         self.unreachable_policy: str | None = None  # None: as the setting
@@ -189,3 +200,30 @@ class Comm:
                 f"tag {tag}: a message has a tag from 0 to {self.transport.max_tag}"
             )
         return rank, tag
+
+
+def collective(
+    method: Callable[Concatenate[_C, _P], _R],
+) -> Callable[Concatenate[_C, _P], _R]:
+    """Let the other ranks know of wrong arguments; a decorator of functions that all ranks call.
+
+    A rank that only raised would leave the others in this call, and compare its next one with it.
+    It therefore takes part in the comparison, with its error, and raises it afterwards; ranks that
+    pass other arguments raise a :class:`MismatchError` that contains it.
+    """
+
+    @functools.wraps(method)
+    def call(self: _C, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if is_compiling():
+            return method(self, *args, **kwargs)
+        lease = self.lease
+        before = lease.comparisons
+        try:
+            return method(self, *args, **kwargs)
+        except (AttributeError, TypeError, ValueError) as error:
+            if lease.comparisons == before and not lease.is_freed and self.size > 1:
+                with contextlib.suppress(MismatchError):
+                    self._agree(method.__name__, f"refused: {error}")
+            raise
+
+    return call

@@ -27,7 +27,7 @@ from torchrelay.mpi._collectives import (
     scan,
     scatter,
 )
-from torchrelay.mpi._comm import WORLD_NAME
+from torchrelay.mpi._comm import WORLD_NAME, collective
 from torchrelay.mpi._dtypes import Op, check_integer
 from torchrelay.mpi._halo import Neighbors
 from torchrelay.mpi._inplace import overwrite
@@ -109,6 +109,7 @@ class Communicator(NonBlocking, Messages):
         self._agree("Dup")
         return self._derived(self.transport.duplicate())
 
+    @collective
     def Split(self, color: int = 0, key: int = 0) -> Communicator | None:
         """Return the communicator of all ranks with the same ``color``. Collective.
 
@@ -119,6 +120,7 @@ class Communicator(NonBlocking, Messages):
         transport = self._split("Split", "", color, key)
         return None if transport is None else self._derived(transport)
 
+    @collective
     def Cart(
         self, dims: Sequence[int], periods: Sequence[bool] | None = None, reorder: bool = False
     ) -> CartCommunicator | None:
@@ -161,6 +163,7 @@ class Communicator(NonBlocking, Messages):
         """Wait until all ranks have called it. Not recorded."""
         self._agree("Barrier")
 
+    @collective
     def Allreduce(self, tensor: Tensor, op: Op) -> Any:
         """Reduce the tensors of all ranks, with the result on every rank. Collective and blocking.
 
@@ -177,6 +180,7 @@ class Communicator(NonBlocking, Messages):
             return record(Allreduce(self, op), tensor)
         return run(allreduce(self, tensor, op))
 
+    @collective
     def Bcast_(self, tensor: Tensor, root: int) -> Tensor:
         """Overwrite ``tensor`` with root's values. Collective and blocking.
 
@@ -189,6 +193,7 @@ class Communicator(NonBlocking, Messages):
         """
         return overwrite(Bcast(self, self.check_rank(root)), tensor)
 
+    @collective
     def Reduce_(self, tensor: Tensor, op: Op, root: int) -> Tensor:
         """Overwrite ``tensor`` with the reduction on root, with zeros elsewhere.
 
@@ -204,6 +209,7 @@ class Communicator(NonBlocking, Messages):
         """
         return reduce_(self, tensor, op, root)
 
+    @collective
     def Gather(self, tensor: Tensor, gatheraxis: int, root: int) -> Tensor:
         """Concatenate the tensors of all ranks on root. Collective and blocking.
 
@@ -217,6 +223,7 @@ class Communicator(NonBlocking, Messages):
         """
         return run(gather(self, tensor, gatheraxis, root))
 
+    @collective
     def Allgather(self, tensor: Tensor, gatheraxis: int) -> Tensor:
         """Concatenate the tensors of all ranks on every rank. Collective and blocking.
 
@@ -224,6 +231,7 @@ class Communicator(NonBlocking, Messages):
         """
         return run(allgather(self, tensor, gatheraxis))
 
+    @collective
     def Scatter(self, tensor: Tensor, scatteraxis: int, numelem: int, root: int) -> Tensor:
         """Return this rank's part of root's tensor. Collective and blocking.
 
@@ -235,6 +243,7 @@ class Communicator(NonBlocking, Messages):
         """
         return run(scatter(self, tensor, scatteraxis, numelem, root))
 
+    @collective
     def Alltoall(self, tensor: Tensor, gatheraxis: int, scatteraxis: int, numelem: int) -> Tensor:
         """Gather along one axis and scatter along another. Collective and blocking.
 
@@ -247,6 +256,7 @@ class Communicator(NonBlocking, Messages):
         """
         return run(alltoall(self, tensor, gatheraxis, scatteraxis, numelem))
 
+    @collective
     def Reduce_scatter(self, tensor: Tensor, op: Op, scatteraxis: int, numelem: int) -> Tensor:
         """Reduce the tensors of all ranks and return one part. Collective and blocking.
 
@@ -258,15 +268,18 @@ class Communicator(NonBlocking, Messages):
         """
         return run(reduce_scatter(self, tensor, op, scatteraxis, numelem))
 
+    @collective
     def Reduce_scatter_block(self, tensor: Tensor, op: Op, scatteraxis: int = 0) -> Tensor:
         """Call :meth:`Reduce_scatter` with equal parts."""
         numelem = equal_part(tensor, scatteraxis, self.size)
         return self.Reduce_scatter(tensor, op, scatteraxis, numelem)
 
+    @collective
     def Scan(self, tensor: Tensor, op: Op) -> Tensor:
         """Reduce the tensors of ranks 0 to this one, inclusive. Collective and blocking."""
         return run(scan(Scan, self, tensor, op))
 
+    @collective
     def Exscan(self, tensor: Tensor, op: Op) -> Tensor:
         """Reduce the tensors of all ranks before this one; zeros on rank 0.
 
@@ -292,6 +305,7 @@ class Communicator(NonBlocking, Messages):
         """Call :meth:`Allgather`, which supports different lengths."""
         return self.Allgather(tensor, axis)
 
+    @collective
     def Scatterv(self, tensor: Tensor, counts: Sequence[int], root: int, axis: int = 0) -> Tensor:
         """Return this rank's ``counts[rank]`` along ``axis`` of root's tensor.
 
@@ -300,6 +314,7 @@ class Communicator(NonBlocking, Messages):
         numelem = check_counts(counts, self.size, sum(counts))[self.rank]
         return self.Scatter(tensor, axis, numelem, root)
 
+    @collective
     def Alltoallv(self, tensor: Tensor, sendcounts: Sequence[int], axis: int = 0) -> Tensor:
         """Send ``sendcounts[r]`` along ``axis`` to each rank r. Collective and blocking.
 

@@ -68,8 +68,6 @@ def communicate(call: Call, x: Tensor, eager: Callable[[Any, Tensor], Tensor]) -
     if not (torch.is_grad_enabled() and call.differentiable(x)):
         with torch.no_grad():
             return _operator(x, chain.head, *_encoded(traced))[0]  # type: ignore[no-any-return]
-    if call.comm.size > 1:
-        chain.alone = False
     y, chain.head = _operator(x, chain.head, *_encoded(traced))
     return y  # type: ignore[no-any-return]
 

@@ -19,6 +19,7 @@ __all__ = [
     "ARITHMETIC",
     "CODES",
     "DTYPES",
+    "EXTREMA",
     "KERNELS",
     "LOGICAL",
     "NATIVE",
@@ -52,7 +53,8 @@ class Op(enum.Enum):
 
 
 LOGICAL = (Op.LAND, Op.LOR, Op.LXOR)
-ARITHMETIC = (Op.SUM, Op.PROD, Op.MAX, Op.MIN)
+EXTREMA = (Op.MAX, Op.MIN)
+ARITHMETIC = (Op.SUM, Op.PROD, *EXTREMA)
 
 DTYPES = (
     torch.uint8,
@@ -81,7 +83,7 @@ KERNELS: dict[Op, Callable[..., Tensor]] = {
     Op.BOR: torch.bitwise_or,
     Op.BXOR: torch.bitwise_xor,
 }
-"""Each reduction of two tensors."""
+"""Each reduction of two tensors, as all implementations compute it: that of a NaN is a NaN."""
 
 
 def _native_table() -> dict[tuple[torch.dtype, Op], tuple[_native.Dtype, _native.Op]]:

@@ -76,6 +76,7 @@ class Headers:
         Raises:
             MismatchError: their digests differ; on all ranks.
         """
+        call.comm.lease.comparisons += 1
         _wait.finish(self.start(True), call, self)
         if self.rows.first_difference() >= 0:
             raise self.mismatch(call, fields)
@@ -205,6 +206,7 @@ class Comparison:
     __slots__ = ("call", "fields", "headers", "lock", "request")
 
     def __init__(self, call: _wait.Waiting, fields: Fields) -> None:
+        call.comm.lease.comparisons += 1
         self.call = call
         self.fields = fields
         self.headers: Headers | None = idle_headers(call.comm)

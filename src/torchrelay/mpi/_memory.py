@@ -66,6 +66,8 @@ def packed(x: Tensor, transport: Transport | None = None) -> Tensor:
     if is_host_memory(x):
         return x
     check_memory(x)
+    if x._is_zerotensor():  # of which even a clone has no memory
+        x = torch.zeros_like(x)
     if x.is_conj() or x.is_neg():
         x = x.resolve_conj().resolve_neg()
     if not (x.is_cpu or (transport is not None and transport.takes(x.device))):

@@ -1,6 +1,7 @@
 """MPI as a transport, by mpi4py.
 
-MPI lacks float16 and bfloat16: they are sent as two bytes and reduced by operations defined here.
+MPI lacks float16 and bfloat16: they are sent as two bytes and reduced by operations defined here,
+as are maxima and minima of all floats, because those of MPI may lose a NaN.
 What one MPI call cannot count is moved in pieces; all ranks decide so alike.
 """
 
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from torchrelay.errors import ArgumentError, UnavailableError
 from torchrelay.mpi import _wait
-from torchrelay.mpi._dtypes import DTYPES, KERNELS, Op, check_op
+from torchrelay.mpi._dtypes import DTYPES, EXTREMA, KERNELS, Op, check_op
 from torchrelay.mpi._headers import Headers
 from torchrelay.mpi._memory import Blocks, pieces
 from torchrelay.mpi._settings import settings
@@ -63,7 +64,7 @@ def _given(root: int | None) -> tuple[int, ...]:
     return () if root is None else (root,)
 
 
-def _half_op(dtype: torch.dtype, op: Op) -> MPI.Op:
+def _own_op(dtype: torch.dtype, op: Op) -> MPI.Op:
     kernel = KERNELS[op]
 
     def reduce(incoming: Any, result: Any, _datatype: MPI.Datatype) -> None:
@@ -80,8 +81,8 @@ def _op(dtype: torch.dtype, op: Op) -> MPI.Op:
     found = _ops.get((dtype, op))
     if found is None:
         check_op(dtype, op)
-        if dtype in HALVES:
-            found = _half_op(dtype, op)
+        if dtype in HALVES or (dtype.is_floating_point and op in EXTREMA):
+            found = _own_op(dtype, op)
         else:
             is_any = dtype is torch.bool and op is Op.SUM
             found = getattr(MPI, (Op.LOR if is_any else op).value)
@@ -117,6 +118,7 @@ class MpiTransport:
             raise ArgumentError(f"{mpi!r} is not an intra-communicator")
         self.mpi = mpi
         self.rank, self.size = mpi.rank, mpi.size
+        self.is_alone = mpi.size == MPI.COMM_WORLD.size == 1
         self.idle_headers: list[Headers] = []
         self._descending: MPI.Intracomm | None = None
         self._pieces: tuple[MPI.Comm, int] = (mpi, PIECE_TAG)

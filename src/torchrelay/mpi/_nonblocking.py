@@ -13,20 +13,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NoReturn
 
 import torch
 from torch import Tensor
 
-from torchrelay.errors import ArgumentError, UnsupportedError
+from torchrelay.errors import ArgumentError
 from torchrelay.mpi import _chain, _compiled
-from torchrelay.mpi._collectives import allreduce
-from torchrelay.mpi._comm import Comm
+from torchrelay.mpi._collectives import allreduce, zeros_with_graph
+from torchrelay.mpi._comm import Comm, collective
 from torchrelay.mpi._dtypes import Op
 from torchrelay.mpi._headers import Comparison, Fields, on_device
 from torchrelay.mpi._memory import packed, placed
 from torchrelay.mpi._point_to_point import WaitHandle
-from torchrelay.mpi._record import Call, Plan, Started, current_chain, record
+from torchrelay.mpi._record import Call, Plan, Started, record, run, transforms_active
 from torchrelay.mpi._settings import settings
 from torchrelay.mpi._transport import Testable
 from torchrelay.mpi._wait import abandon
@@ -44,7 +43,7 @@ class _Start(Call):
     complete: Callable[[Tensor], Tensor]
     is_recorded: bool = field(default_factory=torch.is_grad_enabled, init=False)
     started: Started | None = field(default=None, init=False)
-    like: tuple[torch.Size, torch.dtype, torch.device] | None = field(default=None, init=False)
+    like: tuple[list[int], torch.dtype, torch.device] = field(init=False)
     tangent_handle: WaitHandle | None = field(default=None, init=False)  # in forward mode
     answer: _chain.Answer | None = field(default=None, init=False)
     # In the running backward pass: the derivative, and the start of its communication.
@@ -67,6 +66,8 @@ class _Start(Call):
             abandon(requests)
             raise
         requests += started.requests
+        # of the result: a backward pass may come before it is waited for
+        self.like = (self.call.result_shape(x.shape), x.dtype, x.device)
         self.started = Started(requests, lambda: placed(started.result(), x), (source, started))
         return torch.zeros((), dtype=x.dtype, device=x.device)
 
@@ -76,7 +77,6 @@ class _Start(Call):
     def begin(self, grad: Tensor | None) -> None:
         """Start the derivative; of zeros, if the result was not waited for or not used."""
         if grad is None:
-            assert self.like is not None, f"{self.call.describe()} was never waited for"
             shape, dtype, device = self.like
             grad = torch.zeros(shape, dtype=dtype, device=device)
         self.path = self.call.adjoint(grad)
@@ -92,11 +92,6 @@ class _Start(Call):
     def tangent(self, tangent: Tensor) -> Tensor:
         self.tangent_handle = start(Plan(self.call, tangent))
         return self.tangent_handle.dummy
-
-    def batched(self, size: int) -> NoReturn:
-        raise UnsupportedError(
-            f"{self.describe()} under torch.vmap: use the function that blocks instead"
-        )
 
     def differentiable(self, x: Tensor) -> bool:
         return self.call.differentiable(x)
@@ -124,9 +119,7 @@ class _Wait(Call):
         started, self.beginning.started = self.beginning.started, None
         if started is None:
             raise ArgumentError(f"{self.beginning.call.describe()} was already waited for")
-        result = started.finish(self)
-        self.beginning.like = (result.shape, result.dtype, result.device)
-        return result
+        return started.finish(self)
 
     def backward(self, grad: Tensor) -> None:
         if self.beginning.answer is not None:
@@ -140,22 +133,40 @@ class _Wait(Call):
         return f"Wait for {self.beginning.call.describe()}"
 
 
+@dataclass(slots=True, eq=False)
+class _Finished:
+    """A communication inside of ``torch.func`` transforms, which know of no state between steps."""
+
+    call: Call
+    result: Tensor | None
+
+    def wait(self, dummy: Tensor) -> Tensor:
+        result, self.result = self.result, None
+        if result is None:
+            raise ArgumentError(f"I{self.call.name.lower()} was already waited for")
+        return result
+
+
 @_compiled.eager_only
 def start(plan: Plan) -> WaitHandle:
     """Start ``plan``, whose tensor must not change until ``Wait``."""
     call, x, complete = plan
     assert call is not None
+    if transforms_active():
+        y = run(plan)
+        return WaitHandle(_Finished(call, y), zeros_with_graph(y).sum())
     beginning = _Start(call.comm, call, complete)
     dummy = record(beginning, x)
     if dummy.requires_grad:
         place, number = call.comm.reverse.transport, next(_chain.Answer.numbers)
-        beginning.answer = _chain.Answer(current_chain(), place, number, beginning.begin)
+        beginning.answer = _chain.Answer(_chain.current(), place, number, beginning.begin)
     return WaitHandle(beginning, dummy)
 
 
 class NonBlocking(Comm):
     """The non-blocking collective of a communicator."""
 
+    @collective
     def Iallreduce(self, tensor: Tensor, op: Op) -> WaitHandle:
         """Start :meth:`Allreduce`; ``tensor`` must not change until :meth:`Wait`."""
         return start(allreduce(self, tensor, op))

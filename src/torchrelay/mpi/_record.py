@@ -34,9 +34,9 @@ __all__ = [
     "Call",
     "Plan",
     "Started",
-    "current_chain",
     "record",
     "run",
+    "transforms_active",
     "unchanged",
 ]
 
@@ -225,16 +225,15 @@ class Node(torch.autograd.Function):
         ctx: Any, call: Call, x: Tensor, token: Tensor, chain: _chain.Chain
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        y = call.forward(x)
-        if has_saving_hooks():
-            # A checkpoint recomputes a segment when a saved tensor is used, up to the last one
-            # saved. Each communication saves one, so that all ranks recompute at the same place
-            # in the order.
-            ctx.save_for_backward(token)
+        y, token = call.forward(x), torch.empty_like(_TOKEN)
+        # Derivatives of this one continue from the token. And a checkpoint recomputes a segment
+        # when a saved tensor is used, up to the last one saved. Each communication saves one, so
+        # that all ranks recompute at the same place in the order.
+        ctx.save_for_backward(token)
         if call.overwrites:
             ctx.mark_dirty(x)
         ctx.link = _chain.Link(chain, ctx, call, y)
-        return y, torch.empty_like(_TOKEN)
+        return y, token
 
     @staticmethod
     def backward(
@@ -243,10 +242,10 @@ class Node(torch.autograd.Function):
         link: _chain.Link = ctx.link
         if not link.enter(grad is not None):
             return None, None, None, None
-        ctx.saved_tensors  # noqa: B018 - a checkpoint recomputes its segment here, on every rank
+        (token,) = ctx.saved_tensors  # a checkpoint recomputes its segment here, on every rank
         if not is_grad_enabled():
             return None, _pull_back(ctx, grad), None, None
-        with _chain.adjoint_chain(link):
+        with _chain.recording(link.chain, token if link.chain is not _chain.APART else None):
             return None, _pull_back(ctx, grad), None, None
 
 
@@ -272,17 +271,24 @@ class TransformNode(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.link = _chain.Link(_chain.APART, ctx, call, output[0])
         ctx.like = (x.shape, x.dtype, x.device)
+        # In forward mode the tangent is communicated after the primal. Else a cycle of references.
+        ctx.token = output[1] if _torch.in_forward_transform() else None
 
     @staticmethod
     def backward(
         ctx: Any, grad: Tensor | None, _token: Tensor | None
     ) -> tuple[None, Tensor | None, None]:
-        return None, _pull_back(ctx, grad), None
+        if transforms_active() or not is_grad_enabled():
+            return None, _pull_back(ctx, grad), None
+        with _chain.recording(_chain.APART, None):
+            return None, _pull_back(ctx, grad), None
 
     @staticmethod
     def jvp(
         ctx: Any, _call: None, tangent: Tensor | None, _token: Tensor | None
     ) -> tuple[Tensor, Tensor]:
+        if ctx.token is not None:
+            _here.transform_head = ctx.token
         if tangent is None:
             shape, dtype, device = ctx.like
             tangent = torch.zeros(shape, dtype=dtype, device=device)
@@ -291,6 +297,8 @@ class TransformNode(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], call: Call, x: Tensor, token: Tensor) -> Any:
         dim = in_dims[1]
+        if in_dims[2] is not None:
+            token = token.select(in_dims[2], 0)
         if dim is None:
             return _apply_transformed(call, x, token), (None, None)
         batched = call.batched(x.shape[dim])
@@ -300,7 +308,6 @@ class TransformNode(torch.autograd.Function):
 
 
 transforms_active, forward_mode_active = _torch.transforms_active, _torch.forward_mode_active
-has_saving_hooks = _torch.has_saving_hooks
 _apply = _torch.apply_of(Node)
 _apply_transformed: Any = TransformNode.apply
 _unpack_dual: Any = forward_ad.unpack_dual
@@ -370,9 +377,7 @@ def _record_plain(call: Call, x: Tensor) -> Tensor:
         with torch.no_grad():
             return call.forward(x)
     chain = _chain.current()
-    if call.comm.size > 1:
-        chain.alone = False
-    elif chain.alone and call.everyone:
+    if call.comm.is_alone and call.everyone:
         return _apply(call, x, _chain.ROOT, _chain.APART)[0]  # type: ignore[no-any-return]
     try:
         y, chain.head = _apply(call, x, chain.extend(call.name), chain)
@@ -389,7 +394,6 @@ class _Here(threading.local):
 
     in_tangent = False
     transform_head: Tensor | None = None
-    transform_chain = _chain.APART
 
 
 _here = _Here()
@@ -420,19 +424,18 @@ def _record_under_transform(call: Call, x: Tensor) -> Tensor:
         )
     if not call.differentiable(x):  # its backward pass would run if it joined the chain
         return _apply_transformed(call, x, _TOKEN)[0]  # type: ignore[no-any-return]
-    y, _here.transform_head = _apply_transformed(call, x, _transform_token())
+    token = _transform_token()
+    before = _here.transform_head
+    y, head = _apply_transformed(call, x, token)
+    if _here.transform_head is not before:  # a tangent was communicated, below this transform
+        head = head + _here.transform_head
+    _here.transform_head = head
     return y  # type: ignore[no-any-return]
 
 
 def _transform_token() -> Tensor:
     if _here.transform_head is not None:
-        head = _torch.strip_dead_transform(_here.transform_head)
+        head = _torch.lowered(_here.transform_head)
         if _torch.is_transformed(head):
             return head
-    _here.transform_chain = _chain.Chain()
     return torch.zeros_like(_TOKEN)
-
-
-def current_chain() -> _chain.Chain:
-    """Return the chain that communications join; that of a transform lists none of them."""
-    return _here.transform_chain if transforms_active() else _chain.current()

@@ -66,12 +66,14 @@ class Transport(Protocol):
     """The ranks of one communicator, and how bytes move between them.
 
     Attributes:
+        is_alone: whether this process was started without others.
         max_tag: the largest tag of a message.
         idle_headers: memory for headers that no exchange uses.
     """
 
     rank: int
     size: int
+    is_alone: bool
     max_tag: int
     idle_headers: list[Headers]
 

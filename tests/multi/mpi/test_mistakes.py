@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 
 from multi.mpi.runner import mpi_test
 from torchrelay import mpi
-from torchrelay.errors import MismatchError
+from torchrelay.errors import ArgumentError, MismatchError
 from torchrelay.mpi import Communicator
 
 Mismatch = tuple[str, Callable[[], object], tuple[str, ...]]  # name, call, what the error names
@@ -179,3 +180,47 @@ def test_two_ways_to_overwrite_are_one_function(comm: Communicator) -> None:
 def test_new_communicators_are_made_by_all_ranks(comm: Communicator) -> None:
     with pytest.raises(MismatchError, match=r"(?s)(Split.*Dup|Dup.*Split)"):
         either(comm, comm.Dup, lambda: comm.Split(0))
+
+
+def with_wrong_arguments(
+    comm: Communicator, wrong: bool
+) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Calls of every function that all ranks make, with wrong arguments if ``wrong``."""
+    n, x = comm.size, torch.ones(comm.size, 2)
+    given: Any = None if wrong else x
+    op: Any = "sum" if wrong else mpi.MPI_SUM
+    axis, root = (5, n) if wrong else (0, 0)
+    yield "Allreduce", lambda: comm.Allreduce(given, mpi.MPI_SUM)
+    yield "Allreduce", lambda: comm.Allreduce(x, op)
+    yield "Allreduce", lambda: comm.Allreduce(x.to_sparse() if wrong else x, mpi.MPI_SUM)
+    yield "Bcast_", lambda: comm.Bcast_(x, root)
+    yield "Reduce_", lambda: comm.Reduce_(given, mpi.MPI_SUM, 0)
+    yield "Gather", lambda: comm.Gather(x, axis, 0)
+    yield "Gatherv", lambda: comm.Gatherv(x, root)
+    yield "Allgather", lambda: comm.Allgather(given, 0)
+    yield "Allgatherv", lambda: comm.Allgatherv(x, axis)
+    yield "Scatter", lambda: comm.Scatter(given, 0, 1, 0)
+    yield "Scatterv", lambda: comm.Scatterv(x, [1] * (n + wrong), 0)
+    yield "Alltoall", lambda: comm.Alltoall(given, 0, 0, 1)
+    yield "Alltoallv", lambda: comm.Alltoallv(x, [n] * n if wrong else [1] * n)
+    yield "Reduce_scatter", lambda: comm.Reduce_scatter(x, op, 0, 1)
+    yield "Reduce_scatter_block", lambda: comm.Reduce_scatter_block(given, mpi.MPI_SUM)
+    yield "Scan", lambda: comm.Scan(x, op)
+    yield "Exscan", lambda: comm.Exscan(given, mpi.MPI_SUM)
+    yield "Split", lambda: comm.Split("red" if wrong else 0)  # type: ignore[arg-type]
+    yield "Cart", lambda: comm.Cart([n + wrong])
+
+
+@mpi_test((2, 3))
+def test_wrong_arguments_of_one_rank_end_the_call_on_all(comm: Communicator) -> None:
+    is_wrong = comm.rank == comm.size - 1
+    for name, call in with_wrong_arguments(comm, is_wrong):
+        if is_wrong:
+            with pytest.raises(ArgumentError):
+                call()
+        else:
+            with pytest.raises(MismatchError, match=rf"(?s){name.removesuffix('v')}.*\(refused: "):
+                call()
+        with torch.no_grad():  # the next call is the next of all
+            assert comm.Allreduce(torch.ones(1), mpi.MPI_SUM) == comm.size, name
+        mpi.reset()

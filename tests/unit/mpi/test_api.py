@@ -261,7 +261,8 @@ def test_headers_that_differ_let_no_data_follow(monkeypatch: pytest.MonkeyPatch)
     transport = SimpleNamespace(
         size=2, idle_headers=[], row_exchange=row_exchange, begin_after=lambda comparison: None
     )
-    comm: Any = SimpleNamespace(rank=0, size=2, name="both", transport=transport, lease=None)
+    lease = SimpleNamespace(comparisons=0)
+    comm: Any = SimpleNamespace(rank=0, size=2, name="both", transport=transport, lease=lease)
     monkeypatch.setattr(_wait, "_broken", "kept from notifying ranks")
     comparison = _headers.Comparison(_wait.Named(comm, "Iallreduce"), ("Iallreduce",))
     for _ in range(2):
