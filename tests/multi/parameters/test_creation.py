@@ -76,3 +76,27 @@ def test_processes_that_describe_different_tables_all_fail(world: World) -> None
                 Table.create(**mine, node_of_rank=node_of_rank)
             assert said in str(caught.value), str(caught.value)
     assert count_pushes(Table.create(KEYS, DIM)) == 3
+
+
+@pytest.mark.processes(2)
+def test_arguments_that_one_rank_has_wrong_are_errors_on_all(world: World) -> None:
+    """No rank waits for the one that raises, and the next call is the next on all."""
+    wrong: list[dict[str, Any]] = [
+        {"dtype": torch.int8},
+        {"optimizer": "adam"},
+        {"apply_gradients": "never"},
+        {"dim": -1},
+    ]
+    for arguments in wrong:
+        mine = {"dim": 2} | (arguments if world.rank == 1 else {})
+        with pytest.raises(ArgumentError if world.rank == 1 else MismatchError):
+            Table.create(4, **mine)
+    rows = torch.ones(4, 2)
+    with Table.create(4, 2) as table:
+        states: tuple[Any, ...] = (None, {"weight": [1.0]}, {"weight": rows[:3]})
+        for state in states:
+            with pytest.raises(MismatchError, match=r"state of a table|must be a dense|weight is"):
+                table.load_state_dict(state if world.rank == 1 else {"weight": rows})
+        table.load_state_dict({"weight": rows})
+        assert torch.equal(table.pull(range(4)), rows)
+        table.sync()
