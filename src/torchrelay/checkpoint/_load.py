@@ -95,7 +95,9 @@ def load(
 
     Args:
         state: as for :func:`save`. Tensors are filled in place; other values of a dictionary are
-            replaced. An optimizer gets the state that the checkpoint has, as by its
+            replaced. Objects get their state by their own ``load_state_dict()``; what goes through
+            code that is not torch's is read into memory of its own. An optimizer gets the state
+            that the checkpoint has, as by its
             ``load_state_dict()``, whether it has stepped or not; options of its groups that the
             checkpoint lacks stay. Of a module with deferred tensors, those in the checkpoint get
             memory and are read.
@@ -134,8 +136,9 @@ def load(
         CorruptionError: the checkpoint is damaged; the message names file, tensor and byte. On
             every rank.
         DeferredError: a tensor outside a module, or a parameter of an optimizer, is deferred.
-        MismatchError: it does not fit the state: a key, shape or dtype; or the ranks read
-            different checkpoints. On every rank.
+        MismatchError: it does not fit the state: a key, shape or dtype; an object refuses its state
+            (the message says what is loaded then); or the ranks read different checkpoints. On
+            every rank.
         StorageError: it is not there or cannot be read.
         UnsupportedError: another version of the format.
     """

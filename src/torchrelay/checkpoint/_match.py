@@ -92,6 +92,8 @@ class LoadPlan:
 
     def give(self, part: Part) -> Any:
         """Give an object its state; return what its ``load_state_dict`` returns."""
+        if isinstance(part, ModulePart) and part.is_plain:
+            return None
         strict = self.request.strict
         lacking = {
             key.removeprefix(part.start) for key, (of, _) in self.missing.items() if of is part
@@ -145,7 +147,10 @@ class _Matching:
         plan.unexpected = [
             key
             for key in (*self.manifest.tensors, *self.manifest.objects)
-            if key.startswith(plan.request.prefix) and key not in self.known
+            if key.startswith(plan.request.prefix)
+            and key not in self.known
+            # Nor are the parts of a tensor that other ranks have.
+            and (".@" not in key or f"{key.partition('.@')[0]}.{SUBCLASS}" not in self.known)
         ]
         if plan.request.strict:
             self._check_missing()

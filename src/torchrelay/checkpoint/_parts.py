@@ -190,6 +190,23 @@ class ModulePart(Part):
         with torch.no_grad():
             return self.owner.state_dict()
 
+    @property
+    def is_plain(self) -> bool:
+        """Return whether torch's loading would only copy the filled tensors to themselves, for
+        which it takes a time that grows with the square of the number of modules.
+        """
+        base = torch.nn.Module
+        return not self.own_code and not any(
+            module._load_state_dict_pre_hooks
+            or module._load_state_dict_post_hooks
+            or module._state_dict_hooks
+            or module._state_dict_pre_hooks
+            or type(module).get_extra_state is not base.get_extra_state
+            or type(module)._save_to_state_dict is not base._save_to_state_dict
+            or not module._load_from_state_dict.__module__.startswith("torch.nn.modules.")
+            for module in self.owner.modules()
+        )
+
     def is_free(self, name: str) -> bool:
         return self.is_own(name) or name.rpartition(".")[2] == _EXTRA
 

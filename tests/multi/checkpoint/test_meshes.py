@@ -10,6 +10,7 @@ import torch
 
 from torchrelay.checkpoint import async_save, load, save, verify
 from torchrelay.checkpoint._save import _writer as _async_state
+from torchrelay.errors import MismatchError
 from torchrelay.world import World
 
 
@@ -170,3 +171,32 @@ def test_ties_on_one_rank_only(tmp_path: Path, world: World) -> None:
     both = {"a": torch.zeros(1, 500), "b": torch.zeros(1, 500)}
     load(both, tmp_path / "uneven")
     assert bool(both["a"].all()) and bool(both["b"].all())
+
+
+@pytest.mark.processes(2)
+def test_wrappers_under_dtensors_are_stored_by_shard(world: World, tmp_path: Path) -> None:
+    """As torchao's optimizers have them under FSDP2; another layout is refused on all ranks."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    _start(world)
+    mesh = init_device_mesh("cpu", (2,))
+    rank = dist.get_rank()
+
+    def local(tensor: DTensor) -> Any:
+        return tensor.to_local()
+
+    def made(start: float, placement: Any) -> DTensor:
+        one = torch.arange(6.0).reshape(3, 2) + start + rank * isinstance(placement, Shard)
+        return DTensor.from_local(TwoTensor(one, -one), mesh, [placement], run_check=False)
+
+    for name, placement, other in (("s", Shard(0), Replicate()), ("r", Replicate(), Shard(0))):
+        saved, found = made(1.0, placement), made(9.0, placement)
+        save({"x": saved}, tmp_path / name)
+        assert load({"x": found}, tmp_path / name) == ([], [])
+        assert torch.equal(local(found).a, local(saved).a)
+        assert torch.equal(local(found).b, local(saved).b)
+        with pytest.raises(MismatchError, match="another layout"):
+            load({"x": made(9.0, other)}, tmp_path / name)

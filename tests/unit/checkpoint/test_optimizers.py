@@ -104,6 +104,42 @@ def test_an_optimizer_of_another_kind_is_refused(tmp_path: Path) -> None:
         load({"model": deferred, "optimizer": adam}, tmp_path / "c")
 
 
+def _two(order: list[int], features: int = 4, named: bool = False) -> torch.optim.Optimizer:
+    """Adam after a step, over the parameters of two layers in an order."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, features), torch.nn.Linear(features, 4))
+    found: list[Any] = [*model.named_parameters()] if named else [*model.parameters()]
+    optimizer = torch.optim.Adam([found[index] for index in order], lr=0.1)
+    _train(model, optimizer, 1)
+    return optimizer
+
+
+@pytest.mark.parametrize("stepped", [False, True])
+def test_the_state_of_other_parameters_is_refused(stepped: bool, tmp_path: Path) -> None:
+    """Of other shapes, or in another order: torch finds it at the next step, or never."""
+    save({"optimizer": _two([0, 1, 2, 3], 5)}, tmp_path / "c")
+    save({"optimizer": _two([0, 1, 2, 3], named=True)}, tmp_path / "named")
+    for path, other, message in (
+        (
+            "c",
+            _two([1, 0, 2, 3], 5),
+            r"state\.0\.exp_avg has shape \[5, 4\].* parameter 0 here \[5\]",
+        ),
+        ("c", _two([0, 1, 2, 3], 6), r"state\.0\.exp_avg has shape \[5, 4\].*here \[6, 4\]"),
+        (
+            "named",
+            _two([2, 3, 0, 1], named=True),
+            r"parameter 0 is '0\.weight' .* '1\.weight' here",
+        ),
+    ):
+        if not stepped:
+            other.state.clear()
+        before = str(other.state_dict())
+        for strict in (True, False):
+            with pytest.raises(MismatchError, match=message):
+                load({"optimizer": other}, tmp_path / path, strict=strict)
+        assert str(other.state_dict()) == before
+
+
 class _Eager(torch.optim.SGD):
     """Changes parameters at every step, whatever its gradients and learning rate are."""
 
