@@ -105,7 +105,7 @@ def open_between(
             local.report(failure.message, failure.ranks, failure.timed_out)
             on_failure()
 
-        return _native.HostCommunicator(
+        communicator = _native.HostCommunicator(
             ranks.rank,
             ranks.names,
             [(each["address"][0], each["address"][1]) for each in abouts],
@@ -119,6 +119,9 @@ def open_between(
             local,
             report,
         )
+    ranks.announce("opened")  # one that lacks descriptors or threads says so here
+    ranks.wait("opened", timeout_s)
+    return communicator
 
 
 def open_group(

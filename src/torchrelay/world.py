@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import errno
 import hashlib
 import itertools
 import json
@@ -15,7 +16,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,12 +26,18 @@ from typing_extensions import Self
 from torchrelay import config
 from torchrelay._addresses import boot_id
 from torchrelay._waiting import duration, listed, nothing_to_check, wait_for_others
-from torchrelay.errors import ConfigError, MismatchError, OperationTimeoutError, PeerLostError
+from torchrelay.errors import (
+    ConfigError,
+    MismatchError,
+    OperationTimeoutError,
+    PeerLostError,
+    UnavailableError,
+)
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-__all__ = ["Meeting", "Process", "Ranks", "World", "host_identity"]
+__all__ = ["Meeting", "Process", "Ranks", "World", "host_identity", "remedy_of"]
 
 _LONGEST_LOOK_S = 1.0  # interval at which a waiting rank looks who has come
 _FIRST_LOOK_S = 0.02  # how long a rank waits for others that were there before to come again
@@ -170,8 +177,35 @@ def host_identity() -> str:
 
     Made of kernel, PID and user namespaces, and user; ``TORCHRELAY_HOST_ID`` distinguishes further.
     """
-    namespaces = [str(os.stat(f"/proc/self/ns/{kind}").st_ino) for kind in ("pid", "user")]
-    return "/".join([boot_id(), *namespaces, str(os.geteuid()), config.load(config.Host).id])
+    with _proc_errors():
+        namespaces = [str(os.stat(f"/proc/self/ns/{kind}").st_ino) for kind in ("pid", "user")]
+        return "/".join([boot_id(), *namespaces, str(os.geteuid()), config.load(config.Host).id])
+
+
+@contextlib.contextmanager
+def _proc_errors() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        remedy = (
+            "torchrelay finds the processes of a host there: mount it (mount -t proc proc /proc), "
+            "in this process's PID namespace"
+            if isinstance(error, FileNotFoundError)
+            else remedy_of(error)
+        )
+        raise UnavailableError(f"reading /proc: {error}; {remedy}") from error
+
+
+def remedy_of(error: OSError) -> str:
+    """Return what to do where this process or the system lacks something."""
+    remedies = {
+        errno.EMFILE: "this process has no file descriptors left: close some, or raise its limit "
+        "(ulimit -n)",
+        errno.ENFILE: "the system has no file descriptors left: raise fs.file-max",
+        errno.ENOMEM: "there is no memory left: use less, or raise the limits (ulimit -v)",
+        errno.EAGAIN: "end some threads or processes, or raise the limits (ulimit -u)",
+    }
+    return remedies.get(error.errno or 0, "is it forbidden here?")
 
 
 @dataclass(frozen=True)
@@ -185,16 +219,21 @@ class Process:
     joined_ticks: int  # since boot
     job: str  # the launcher's name for the job, empty if it has none
     draw: str  # random; different at each rendezvous
+    trouble: str = ""  # why it cannot be in the group
 
     @classmethod
     def current(cls, rank: int) -> Process:
-        """Return this process, of a rank, at a new rendezvous."""
+        """Return this process, of a rank, at a new rendezvous.
+
+        Raises:
+            UnavailableError: ``/proc`` cannot be read.
+        """
         names = (v for v in _JOB_VARIABLES if os.environ.get(v, "none") != "none")
         return cls(
             rank=rank,
             host=host_identity(),
             pid=os.getpid(),
-            start_ticks=_start_ticks("self") or 0,
+            start_ticks=_own_start_ticks(),
             joined_ticks=int(time.clock_gettime(time.CLOCK_BOOTTIME) * os.sysconf("SC_CLK_TCK")),
             job=next((f"{name}={os.environ[name]}" for name in names), ""),
             draw=secrets.token_hex(8),
@@ -210,7 +249,17 @@ class Process:
 
     def has_died(self) -> bool:
         """Return whether it ran on this host and has exited; False for other hosts."""
-        return self.host == host_identity() and _start_ticks(str(self.pid)) != self.start_ticks
+        if self.host != host_identity():
+            return False
+        try:
+            return _start_ticks(str(self.pid)) != self.start_ticks
+        except OSError:  # not known
+            return False
+
+
+def _own_start_ticks() -> int:
+    with _proc_errors():
+        return _start_ticks("self") or 0
 
 
 def _start_ticks(pid: str) -> int | None:
@@ -486,6 +535,12 @@ class Meeting(Ranks):
         part.processes = [self.processes[rank] for rank in ranks]
         return part
 
+    def refuse(self, error: Exception) -> None:
+        """Notify the others that this rank lacks what it needs: they need not wait for it."""
+        with contextlib.suppress(RuntimeError):  # the store is gone, and they know
+            text = f"{self.name} cannot be in the group: {error or type(error).__name__}"
+            self._whole.set("trouble", json.dumps(asdict(replace(self._me, trouble=text))))
+
     # --- the rendezvous
 
     def _register(self) -> Process:
@@ -494,7 +549,14 @@ class Meeting(Ranks):
         Raises:
             MismatchError: a running process of this host has it.
         """
-        me, key = Process.current(self.rank), f"rank/{self.rank}"
+        key = f"rank/{self.rank}"
+        try:
+            me = Process.current(self.rank)
+        except UnavailableError as error:
+            draw = secrets.token_hex(8)
+            self._me = Process(self.rank, "", os.getpid(), 0, 0, "", draw)
+            self.refuse(error)
+            raise
         if self._whole.check([key]):
             before = Process.parse(self._whole.get(key))
             if before.pid != me.pid and before.is_alive_here():
@@ -504,6 +566,10 @@ class Meeting(Ranks):
                 )
                 self._whole.set("refused", json.dumps({"draw": before.draw, "message": message}))
                 raise MismatchError(message)
+        if self._whole.check(["trouble"]):
+            trouble = self._whole.get("trouble")
+            if trouble and Process.parse(trouble).rank == self.rank:  # of an earlier attempt
+                self._whole.set("trouble", "")
         self._whole.set(key, json.dumps(asdict(me)))
         return me
 
@@ -574,6 +640,8 @@ class Meeting(Ranks):
             refused = json.loads(self._whole.get("refused"))
             if any(each.draw == refused["draw"] for each in self.processes):
                 raise MismatchError(f"{self.name}: {refused['message']}")
+        if self._whole.check(["trouble"]):
+            self._check_trouble(self._whole.get("trouble"))
         for rank in missing():
             process, cause = self._lost(rank)
             if process is not None and rank in missing():
@@ -582,6 +650,14 @@ class Meeting(Ranks):
                     "it joined the group; look at its own output for the cause",
                     ranks=(self.names[rank],),
                 )
+
+    def _check_trouble(self, text: bytes) -> None:
+        """Raise if a process of this attempt cannot be in the group, once for each."""
+        process = Process.parse(text) if text else self._me
+        is_older = process.host == self._me.host and process.joined_ticks < self._me.start_ticks
+        if process.draw not in {self._me.draw, *_troubles} and not is_older:
+            _troubles.add(process.draw)
+            raise UnavailableError(f"{self.name}: {process.trouble}")
 
     def _lost(self, rank: int) -> tuple[Process | None, str]:
         """Return the process of a rank and what happened to it if it is lost in this attempt."""
@@ -597,6 +673,10 @@ class Meeting(Ranks):
         if self._agreed and Process.parse(self._whole.get(f"rank/{seen.rank}")) != seen:
             return seen, "was started again"
         return None, ""
+
+
+# The draws of processes whose troubles were reported: their ranks may try again.
+_troubles: set[str] = set()
 
 
 def _values(store: Any, keys: list[str]) -> list[bytes]:

@@ -33,8 +33,16 @@ from torchrelay.aggregation._native_planes import HostsPlane, ShmPlane
 from torchrelay.aggregation._options import Options, resolve
 from torchrelay.aggregation._plane import LinkStats, Plane, PlaneStats
 from torchrelay.config import Aggregation
-from torchrelay.errors import ArgumentError, ConfigError, UnavailableError, UnsupportedError
-from torchrelay.world import Meeting, Process, World
+from torchrelay.errors import (
+    ArgumentError,
+    ConfigError,
+    OperationTimeoutError,
+    PeerLostError,
+    SegmentError,
+    UnavailableError,
+    UnsupportedError,
+)
+from torchrelay.world import Meeting, Process, World, remedy_of
 
 __all__ = ["LinkStats", "Options", "PlaneStats", "SmlGroup", "all_reduce_", "register", "stats"]
 
@@ -163,7 +171,17 @@ def create_group(given: Any, options: Options | None = None) -> SmlGroup:
         known = {name: found for group in list(LIVING) for name, found in group.processes.items()}
         with _telemetry.event("aggregation", "create_group", f"{size} ranks"):
             meeting = Meeting(store, rank, size, timeout_s, names, known)
-            plane = _plane_of(meeting, given.store, timeout_s, settings)
+            try:
+                plane = _plane_of(meeting, given.store, timeout_s, settings)
+            except (OperationTimeoutError, PeerLostError):  # they are OSErrors too
+                raise
+            except (SegmentError, UnavailableError, MemoryError) as error:
+                meeting.refuse(error)
+                raise
+            except OSError as error:
+                lacking = UnavailableError(f"making a group: {error}; {remedy_of(error)}")
+                meeting.refuse(lacking)
+                raise lacking from error
         processes = dict(zip(names, meeting.processes, strict=True))
     return SmlGroup(plane, given.store, rank, size, timeout_s, processes, own, others)
 
