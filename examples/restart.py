@@ -10,7 +10,6 @@ that the next step depends on, and sums are added in the order of ranks.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
 import re
@@ -27,7 +26,6 @@ from torch.distributed.fsdp import fully_shard
 
 from torchrelay import checkpoint
 from torchrelay.deferred import deferred_init, materialize_module
-from torchrelay.errors import StorageError
 from torchrelay.parameters import Embedding, optim
 from torchrelay.world import World
 
@@ -43,8 +41,7 @@ def newest(folder: str) -> str | None:
     """Return the newest checkpoint, the same on every rank."""
     found: list[str | None] = [None]
     if dist.get_rank() == 0:
-        with contextlib.suppress(StorageError):  # there is none in the first attempt
-            found = [checkpoint.latest(folder)]
+        found = [checkpoint.latest(folder, None)]  # there is none in the first attempt
     dist.broadcast_object_list(found)
     return found[0]
 

@@ -6,14 +6,17 @@ from __future__ import annotations
 
 import errno
 import re
+from collections import defaultdict
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import partial
+from typing import Any, NamedTuple, TypeVar, overload
 
 from torchrelay.checkpoint._local import LocalFolder, LocalTransaction
-from torchrelay.checkpoint._manifest import Head, all_bytes, check_whole, head_at
+from torchrelay.checkpoint._manifest import Head, all_bytes, check, from_folder, head_at, is_ours
 from torchrelay.checkpoint._remote import RemoteFolder, RemoteTransaction
 from torchrelay.checkpoint._storage import (
     Folder,
@@ -29,8 +32,10 @@ from torchrelay.errors import ArgumentError, CorruptionError, StorageError, Unsu
 
 __all__ = [
     "Keep",
+    "Listed",
     "check_keep",
     "latest",
+    "listing",
     "newest_inside",
     "open_folder",
     "open_transaction",
@@ -38,6 +43,9 @@ __all__ = [
 ]
 
 _REQUESTS = 8  # at once
+_SHOWN = 4  # series that an error names
+_RAISE: Any = object()
+T = TypeVar("T")
 _NUMBERED = re.compile(r"(.*?)([0-9]+)([^0-9]*)", re.DOTALL)
 
 
@@ -110,35 +118,119 @@ def check_keep(keep: int | Keep | None, path: Path | None) -> Keep | None:
     return rule
 
 
-def latest(parent: Path) -> str:
+@overload
+def latest(parent: Path, *, pattern: str | None = None) -> str: ...
+@overload
+def latest(parent: Path, default: T, *, pattern: str | None = None) -> str | T: ...
+
+
+def latest(parent: Path, default: Any = _RAISE, *, pattern: str | None = None) -> Any:
     """Return the path of the checkpoint in ``parent`` that was committed last; interrupted saves do
     not count.
 
+    Only one series is considered (see :class:`Keep`). Names without a number, such as ``best``,
+    belong to none, as do copies and checkpoints that were renamed; these count only where there is
+    no series, and there must be one of them.
+
+    Args:
+        default: what to return if there is no checkpoint, or no such folder.
+        pattern: which names to consider instead, as in a shell, such as ``"step-*"``.
+
     Raises:
-        StorageError: there is none.
+        ArgumentError: there are several series; the message names them.
+        StorageError: there is no checkpoint, and no ``default``.
     """
-    newest = _newest(parent)
-    if newest is None:
+    newest = _newest(parent, pattern)
+    if newest is None and default is _RAISE:
         raise StorageError(
-            errno.ENOENT, f"{text_of(parent)}: there is no committed checkpoint in this folder"
+            errno.ENOENT,
+            f"{text_of(parent)}: there is no committed checkpoint in this folder"
+            + (f" whose name fits {pattern!r}" if pattern else "")
+            + "; latest(folder, None) returns None then",
         )
-    return newest
+    return default if newest is None else newest
 
 
-def _newest(parent: Path) -> str | None:
-    return next(filter(_is_whole, _newest_first(_heads(parent))), None)
+def _newest(parent: Path, pattern: str | None = None) -> str | None:
+    """Return the newest checkpoint of the one series in a folder.
+
+    Raises:
+        ArgumentError: there are several.
+    """
+    heads = _heads(parent)
+    groups: dict[str, list[str]] = defaultdict(list)
+    for path in _newest_first(heads):
+        head, name = heads[path], split(path)[1]
+        if pattern is None:
+            # Copies of one checkpoint, and links to it, have its id.
+            groups[series_of(head, name) or head.id].append(path)
+        elif fnmatchcase(name, pattern):
+            groups[pattern].append(path)
+    whole = {group: next(filter(_is_whole, paths), None) for group, paths in groups.items()}
+    found = {group: path for group, path in whole.items() if path is not None}
+    numbered = {group: path for group, path in found.items() if "*" in group}
+    chosen = numbered or found
+    if len(chosen) > 1:
+        names = [
+            f"{group} (newest {split(path)[1]})" if numbered else split(path)[1]
+            for group, path in chosen.items()
+        ]
+        what = "several series of checkpoints" if numbered else "several checkpoints of no series"
+        advice = f", or that of latest(folder, pattern={min(numbered)!r})" if numbered else ""
+        raise ArgumentError(
+            f"{text_of(parent)}: the folder holds {what}: {', '.join(names[:_SHOWN])}"
+            + (", ..." if len(names) > _SHOWN else "")
+            + f"; give the path of one of them{advice}"
+        )
+    return next(iter(chosen.values()), None)
 
 
 def newest_inside(path: Path) -> str | None:
     """Return the name of the newest checkpoint in a folder of checkpoints; None if ``path`` is
     something else, such as a checkpoint.
+
+    Raises:
+        ArgumentError: it holds several series.
     """
     with closing(open_folder(path)) as folder:
         names = folder.names()
-    if any(name in (MANIFEST, ".metadata") or name.endswith(".safetensors") for name in names):
-        return None
+        is_checkpoint = ".metadata" in names or any(n.endswith(".safetensors") for n in names)
+        if is_checkpoint or (MANIFEST in names and is_ours(folder)):
+            return None
     newest = _newest(path)
     return newest and split(newest)[1]
+
+
+class Listed(NamedTuple):
+    """A checkpoint in a folder. ``state`` is ``"whole"``, or what is wrong with its manifest;
+    ``size_bytes`` and ``world_size`` are 0 then.
+    """
+
+    name: str
+    series: str
+    saved_at_ns: int
+    world_size: int
+    size_bytes: int
+    state: str
+
+
+def listing(parent: Path) -> list[Listed]:
+    """Return the checkpoints of ours in a folder, oldest first."""
+
+    def listed(path: str, head: Head) -> Listed:
+        name = split(path)[1]
+        first = name, series_of(head, name) or "", head.saved_at_ns
+        try:
+            manifest = read_again(partial(open_folder, path), from_folder)
+        except UnsupportedError:
+            return Listed(*first, 0, 0, "of another version")
+        except (CorruptionError, StorageError):
+            return Listed(*first, 0, 0, "damaged")
+        size_bytes = sum(file.size_bytes for file in manifest.files.values())
+        return Listed(*first, manifest.world_size, size_bytes, "whole")
+
+    heads = _heads(parent)
+    return [listed(path, heads[path]) for path in reversed(_newest_first(heads))]
 
 
 def _heads(parent: Path) -> dict[str, Head]:
@@ -155,11 +247,13 @@ def _newest_first(heads: dict[str, Head]) -> list[str]:
 
 
 def _is_whole(path: str) -> bool:
-    """Return whether the manifest at ``path`` is undamaged."""
+    """Return whether the manifest at ``path`` is undamaged, as far as this version can tell."""
     try:
-        check_whole(*read_again(partial(open_folder, path), all_bytes))
+        check(*read_again(partial(open_folder, path), all_bytes))
     except (CorruptionError, StorageError):
         return False
+    except UnsupportedError:  # whoever reads it is told so, rather than given an older one
+        return True
     return True
 
 
@@ -173,7 +267,6 @@ def retain(path: Path, keep: Keep) -> None:
     heads = {
         old: head
         for old, head in _heads(parent).items()
-        # a copy or a renamed one has another name than when it was saved
         if split(old)[1] == head.name and _series(head.name) == _series(name)
     }
     newest = 0
@@ -186,6 +279,16 @@ def retain(path: Path, keep: Keep) -> None:
             with suppress(CorruptionError, UnsupportedError):
                 open_transaction(old).remove(heads[old].id)
     open_transaction(path).sweep()
+
+
+def series_of(head: Head, name: str) -> str | None:
+    """Return the series of a checkpoint in a folder, such as ``step-*``; None if it belongs to
+    none.
+
+    A copy or a renamed one has another name than when it was saved.
+    """
+    found = _series(name) if name == head.name else None
+    return None if found is None else "*".join(found)
 
 
 def _series(name: str) -> tuple[str, str] | None:

@@ -9,13 +9,14 @@ import json
 import os
 import re
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from operator import add
 from typing import Any
 
 from torchrelay.checkpoint import _catalog
 from torchrelay.checkpoint._local import LocalFolder
-from torchrelay.checkpoint._manifest import PARSING_ERRORS, Parser, from_folder, parse
+from torchrelay.checkpoint._manifest import PARSING_ERRORS, Parser, from_folder, is_ours, parse
 from torchrelay.checkpoint._safetensors import read_header
 from torchrelay.checkpoint._storage import Folder, Path, local_path
 from torchrelay.checkpoint._types import (
@@ -27,7 +28,7 @@ from torchrelay.checkpoint._types import (
     DataFile,
     Manifest,
 )
-from torchrelay.errors import CorruptionError, StorageError
+from torchrelay.errors import ArgumentError, CorruptionError, StorageError
 
 __all__ = ["Snapshot", "check_complete", "find_checkpoint"]
 
@@ -89,6 +90,7 @@ def find_checkpoint(path: Path) -> tuple[Folder, Callable[[], Manifest]]:
         path: the folder, a fsspec URL, or one safetensors file.
 
     Raises:
+        ArgumentError: it is a folder of several series of checkpoints.
         StorageError: there is nothing of the kind at ``path``.
         CorruptionError, UnsupportedError: from the function, as for reading a manifest.
     """
@@ -101,15 +103,17 @@ def find_checkpoint(path: Path) -> tuple[Folder, Callable[[], Manifest]]:
         return single, lambda: _manifest_of_file(single, os.path.basename(local))
     folder = LocalFolder(local)
     names = folder.names()
-    if MANIFEST in names or folder.replaced:
-        # Then its files are being removed, and reading is tried again.
+    files = sorted(name for name in names if name.endswith(".safetensors"))
+    has_data = any(map(DATA_NAME.fullmatch, files))
+    others = ".metadata" in names or (files and not has_data)
+    # If it is replaced, its files are being removed, and reading is tried again.
+    if folder.replaced or (MANIFEST in names and (not others or is_ours(folder))):
         return folder, lambda: from_folder(folder)
     if ".metadata" in names:
         from torchrelay.checkpoint._foreign_dcp import manifest_of_dcp  # noqa: PLC0415 - needs torch
 
         return folder, lambda: manifest_of_dcp(folder)
-    files = sorted(name for name in names if name.endswith(".safetensors"))
-    if files and not any(map(DATA_NAME.fullmatch, files)):
+    if files and not has_data:
         return folder, lambda: _snapshot_of(folder, names)
     folder.close()
     if files:
@@ -123,8 +127,9 @@ def find_checkpoint(path: Path) -> tuple[Folder, Callable[[], Manifest]]:
         )
     elif not os.path.isdir(local):
         what = "there is no checkpoint here"
-        if newest := _catalog.newest_inside(os.path.dirname(os.path.abspath(local))):
-            what += f"; retention (keep=) may have removed it: the newest is {newest}"
+        with suppress(ArgumentError):  # several series: none of them is meant
+            if newest := _catalog.newest_inside(os.path.dirname(os.path.abspath(local))):
+                what += f"; retention (keep=) may have removed it: the newest is {newest}"
     raise StorageError(errno.ENOENT, f"{local}: {what}")
 
 

@@ -103,7 +103,7 @@ def load(
             memory and are read.
         path: what :func:`save` wrote, what ``torch.distributed.checkpoint`` wrote, a
             ``.safetensors`` file, or a folder of them. Of a folder that holds checkpoints of ours,
-            the newest is read, which one rank chooses for all.
+            the newest of its series is read (see :func:`latest`), which one rank chooses for all.
         prefix: what the keys of ``state`` begin with in the checkpoint, such as ``"model."``.
         strict: whether every key of the state must be in the checkpoint, and for modules and other
             stateful objects every key of the checkpoint in the state. Otherwise, what the
@@ -132,7 +132,7 @@ def load(
 
     Raises:
         ArgumentError: a tensor of the state cannot be filled: it is on the meta device, say, or
-            expanded. On every rank.
+            expanded; or the folder holds several series. On every rank.
         CorruptionError: the checkpoint is damaged; the message names file, tensor and byte. On
             every rank.
         DeferredError: a tensor outside a module, or a parameter of an optimizer, is deferred.

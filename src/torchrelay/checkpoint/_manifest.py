@@ -44,13 +44,14 @@ __all__ = [
     "Head",
     "Parser",
     "all_bytes",
-    "check_whole",
+    "check",
     "chunk_text",
     "claims_of",
     "from_bytes",
     "from_folder",
     "head_at",
     "is_of",
+    "is_ours",
     "parse",
     "quoted",
     "tensor_text",
@@ -146,7 +147,16 @@ def head_of(data: bytes, where: str) -> Head:
     return Head(*Parser(where).fields(_first_line(data, where), saved_at_ns=int, id=str, name=str))
 
 
-def check_whole(data: bytes, where: str) -> None:
+def is_ours(folder: Folder) -> bool:
+    """Return whether the manifest in a folder begins as ours do; other programs have one, too.
+
+    Raises:
+        CorruptionError, StorageError: it cannot be read.
+    """
+    return folder.content(MANIFEST, len(_START)) == _START
+
+
+def _check_whole(data: bytes, where: str) -> None:
     """Compare a manifest with its checksum.
 
     Raises:
@@ -215,7 +225,7 @@ def claims_of(folder: Folder) -> frozenset[str]:
         StorageError: it cannot be read.
     """
     data, where = all_bytes(folder)
-    _check(data, where)
+    check(data, where)
     lines = data.split(b",\n", 2)
     (files,) = Parser(where).fields(parse(b"{" + lines[1] + b"}", where), files=dict)
     return frozenset(filter(_FILE_NAME.fullmatch, files))
@@ -238,19 +248,24 @@ def from_bytes(data: bytes, where: str) -> Manifest:
         CorruptionError: it is damaged, of another format, or contradicts itself.
         UnsupportedError: a version of TorchRelay wrote it that this one does not know.
     """
-    _check(data, where)
+    check(data, where)
     return Parser(where).manifest(parse(data, where))
 
 
-def _check(data: bytes, where: str) -> None:
-    """Check that a manifest is of our format and version, and whole."""
+def check(data: bytes, where: str) -> None:
+    """Check that a manifest is of our format and version, and whole.
+
+    Raises:
+        CorruptionError: it is not.
+        UnsupportedError: a version of TorchRelay wrote it that this one does not know.
+    """
     (version,) = Parser(where).fields(_first_line(data, where), version=int)
     if version != _VERSION:
         raise UnsupportedError(
             f"{where}: the checkpoint has format version {version}, this TorchRelay reads version "
             f"{_VERSION}; use the TorchRelay that wrote it, or update this one"
         )
-    check_whole(data, where)
+    _check_whole(data, where)
 
 
 def _first_line(data: bytes, where: str) -> Any:

@@ -4,18 +4,43 @@ from __future__ import annotations
 
 import json
 from contextlib import closing
+from datetime import datetime
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from torchrelay.errors import ArgumentError
+from torchrelay.errors import ArgumentError, StorageError
 
 __all__ = ["app"]
 
 app = typer.Typer(no_args_is_help=True, help="List, look into, check and convert checkpoints.")
 
 _PATH = typer.Argument(help="A checkpoint: a folder, a safetensors file, or an fsspec URL.")
+
+
+@app.command()
+def ls(
+    path: str = typer.Argument(help="A folder of checkpoints, or an fsspec URL."),
+    as_json: bool = typer.Option(False, "--json", help="Print JSON instead of a table."),
+) -> None:
+    """List the checkpoints in a folder, oldest first, and which of them load() reads."""
+    from torchrelay.checkpoint._catalog import latest, listing  # noqa: PLC0415 - see inspect
+
+    found = listing(path)
+    if as_json:
+        typer.echo(json.dumps([one._asdict() for one in found], indent=2))
+        return
+    table = Table("name", "series", "saved at", "ranks", "bytes", "manifest", title=path)
+    for name, series, saved_at_ns, world_size, size_bytes, state in found:
+        at = f"{datetime.fromtimestamp(saved_at_ns / 1e9).astimezone():%Y-%m-%d %H:%M:%S}"
+        table.add_row(name, series or "-", at, str(world_size), f"{size_bytes:,}", state)
+    console = Console(markup=False, emoji=False)  # names are any text
+    console.print(table)
+    try:
+        console.print(f"load() of this folder reads {latest(path)}")
+    except (ArgumentError, StorageError) as error:
+        console.print(f"load() of this folder: {error}")
 
 
 @app.command()

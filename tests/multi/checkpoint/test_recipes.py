@@ -149,6 +149,7 @@ def _small() -> dict[str, Any]:
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_examples_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torchrelay.checkpoint import latest
     from torchrelay.checkpoint._save import _writer
 
     monkeypatch.chdir(tmp_path)
@@ -162,7 +163,8 @@ def test_examples_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     finally:
         _writer.close()
     assert not torch.equal(weight, expected)  # the optimizer has stepped since
-    names["load"]({"model": names["model"]}, "ckpt")
+    resumed = {"model": names["model"]}
+    exec(_recipe("Resume, or start anew"), {**names, "latest": latest, "state": resumed})
     assert torch.equal(weight, expected)
 
     names["state"] = {"w": torch.ones(3)}

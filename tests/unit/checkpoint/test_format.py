@@ -483,7 +483,7 @@ def test_latest_and_keep(tmp_path: Path) -> None:
     for step in (1, 10, 2, 3):
         save({"step": step}, tmp_path / f"step-{step}", keep=2, fsync=False)
     assert sorted(os.listdir(tmp_path)) == ["step-2", "step-3", "step-9"]
-    assert latest(tmp_path) == str(tmp_path / "step-3")  # the last committed, whatever it is called
+    assert latest(tmp_path) == str(tmp_path / "step-3")  # the last committed, whatever its number
     (tmp_path / "step-3" / "manifest.json").unlink()
     assert latest(tmp_path) == str(tmp_path / "step-2")
 
