@@ -24,7 +24,7 @@ def _save(folder: Path, *names: str) -> None:
 
 
 def _loaded(folder: Path) -> Any:
-    state = {"name": None}
+    state: dict[str, Any] = {"name": None}
     load(state, folder)
     return state["name"]
 
@@ -71,7 +71,7 @@ def test_resuming_or_starting_takes_two_lines(tmp_path: Path) -> None:
         with pytest.raises(StorageError, match=r"no committed checkpoint.*latest\(folder, None\)"):
             latest(folder)
     _save(tmp_path, "step-1")
-    state = {"name": None}
+    state: dict[str, Any] = {"name": None}
     if latest(tmp_path, None):
         load(state, tmp_path)
     assert state["name"] == "step-1"

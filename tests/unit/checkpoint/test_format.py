@@ -343,7 +343,7 @@ def test_paths_of_bytes_and_of_other_types(tmp_path: Path) -> None:
     load(state, path)
     assert verify(path) and state["a"] == 1
     assert latest(os.fsencode(tmp_path)) == str(tmp_path / "x")
-    for call in (lambda: save({"a": 1}, 7), lambda: load({"a": 1}, None), lambda: latest([])):  # type: ignore[arg-type]
+    for call in (lambda: save({"a": 1}, 7), lambda: load({"a": 1}, None), lambda: latest([])):  # type: ignore[arg-type, call-overload]
         with pytest.raises(ArgumentError, match="the path of a checkpoint is a string or a path"):
             call()
 
