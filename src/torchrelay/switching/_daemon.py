@@ -15,6 +15,7 @@ from torchrelay.config import Switching
 from torchrelay.errors import NotFoundError, TorchRelayError, UnavailableError
 from torchrelay.switching._cache import SharedCache
 from torchrelay.switching._catalog import Catalog
+from torchrelay.switching._code import digest_of
 from torchrelay.switching._contract import WorkerLink
 from torchrelay.switching._dispatcher import Dispatcher
 from torchrelay.switching._fleet import Fleet, WorkerProcess
@@ -274,6 +275,7 @@ class Daemon:
         return {
             "name": name,
             "version": served.model.version,
+            "code": digest_of(served.model.factory.code),
             "state": state,
             "error": str(error or ""),
             "bytes": served.model.size_bytes,

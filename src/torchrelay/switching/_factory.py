@@ -6,9 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import hashlib
 import importlib
-import importlib.util
 import inspect
 import json
 import random
@@ -26,6 +24,7 @@ import torch
 
 from torchrelay import _torch
 from torchrelay.errors import ArgumentError, DeferredError, ModelError, UnsupportedError
+from torchrelay.switching._code import Code, capture, run
 
 __all__ = ["Factory", "hidden_tensors", "random_state", "restore_random", "seed_random"]
 
@@ -40,6 +39,7 @@ class Factory:
     reference: str
     kwargs: dict[str, Any] = field(default_factory=dict)
     seed: int = 0
+    code: Code = ()  # of the file, as it was when the function was named
 
     @classmethod
     def of(
@@ -51,14 +51,19 @@ class Factory:
         """Name `function`, which must be a function or class at the top level of a module or file.
 
         Raises:
-            ArgumentError: it cannot be named, or `kwargs` do not survive JSON.
+            ArgumentError: it cannot be named or read, or `kwargs` do not survive JSON.
         """
         reference = function if isinstance(function, str) else _reference_of(function)
         module, colon, path = reference.rpartition(":")
         if not colon:
             raise ArgumentError(f"{reference!r} names no function: write package.module:function")
+        code: Code = ()
         if module.endswith(".py"):
             reference = f"{Path(module).resolve()}:{path}"  # for workers in other folders too
+            try:
+                code = capture(str(Path(module).resolve()))
+            except OSError as error:
+                raise ArgumentError(f"cannot load {reference}: {error}") from error
         plain = dict(kwargs or {})
         try:
             same = json.loads(json.dumps(plain)) == plain
@@ -69,7 +74,7 @@ class Factory:
                 f"the arguments of {reference} must be JSON values (numbers, strings, lists, "
                 f"dicts), not {plain}"
             )
-        return cls(reference, copy.deepcopy(plain), seed)
+        return cls(reference, copy.deepcopy(plain), seed, code)
 
     def build(self) -> Any:
         """Call the function with the seed set, leaving the caller's random state as it was.
@@ -133,8 +138,7 @@ class Factory:
         """Return the function, bound to arguments that it may change."""
         module_name, _, path = self.reference.rpartition(":")
         try:
-            load = _load_file if module_name.endswith(".py") else importlib.import_module
-            found: Any = load(module_name)
+            found: Any = run(self.code) if self.code else importlib.import_module(module_name)
             for name in path.split("."):
                 found = getattr(found, name)
         except (ImportError, OSError, AttributeError, SyntaxError) as error:
@@ -166,22 +170,6 @@ def _evaluating(module: torch.nn.Module) -> torch.nn.Module:
         for child in module.children():
             _evaluating(child)
         return module
-
-
-def _load_file(path: str) -> ModuleType:
-    name = f"torchrelay_models_{hashlib.sha256(path.encode()).hexdigest()[:16]}"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, path)
-        if spec is None or spec.loader is None:
-            raise ImportError(f"{path} is not a Python file")
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module
-        try:
-            spec.loader.exec_module(module)
-        except BaseException:
-            del sys.modules[name]
-            raise
-    return sys.modules[name]
 
 
 def _reference_of(function: Callable[..., Any]) -> str:

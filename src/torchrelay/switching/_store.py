@@ -28,6 +28,7 @@ from torchrelay.errors import (
     from_json,
     to_json,
 )
+from torchrelay.switching._code import digest_of
 from torchrelay.switching._contract import align
 from torchrelay.switching._factory import Factory, hidden_tensors
 from torchrelay.switching._layout import ModelLayout, ModelStorage, layout_of
@@ -160,11 +161,18 @@ class StoredModel:
         """
         return self.segment.tensor((end - start,), torch.uint8, start)
 
+    def is_same(self, other: StoredModel) -> bool:
+        """Return whether `other` is this model: its code, arguments, weights and inputs."""
+        return dataclasses.replace(
+            self, version=other.version, segment=other.segment
+        ) == other and torch.equal(self.bytes(0, self.size_bytes), other.bytes(0, other.size_bytes))
+
     def fingerprint(self) -> str:
         """Return a digest of everything but the values: equal models have equal profiles."""
         what = [
             self.factory.reference,
             self.factory.kwargs,
+            digest_of(self.factory.code),
             repr(self.layout),
             repr(self.inputs),
         ]
@@ -254,7 +262,10 @@ class ModelStore(Resource):
         with self._lock:
             if not replace and name in self._models:  # since another thread added it
                 self._check_new(name)
-            version = self._versions[name] = self._versions.get(name, 0) + 1
+            version = self._versions.get(name, 0)
+            if name not in self._models or not model.is_same(self._models[name]):
+                version += 1
+            self._versions[name] = version
             self._models[name] = model = dataclasses.replace(model, version=version)
         return model
 

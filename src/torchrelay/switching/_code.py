@@ -1,0 +1,130 @@
+"""The Python files of a factory, as they were when its model was added.
+
+Every process that builds the model runs these, whatever has become of the files: the factory's file
+and what it imports from its folder, directly or not.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
+
+__all__ = ["Code", "Source", "capture", "digest_of", "run"]
+
+
+class Source(NamedTuple):
+    """A module's name, its file, and the text of that."""
+
+    name: str
+    file: str
+    text: bytes
+
+
+Code = tuple[Source, ...]  # the factory's file first
+
+
+def capture(file: str) -> Code:
+    """Return the code of a factory in `file`.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    digest = hashlib.sha256(file.encode()).hexdigest()[:16]
+    found = [Source(f"torchrelay_models_{digest}", file, Path(file).read_bytes())]
+    names = {found[0].name}
+    for source in found:  # grows
+        for name in _imported(source):
+            path = Path(file).parent.joinpath(*name.split("."))
+            for one in (path / "__init__.py", path.with_name(f"{path.name}.py")):
+                if name not in names and one.is_file() and name != "torchrelay":
+                    names.add(name)
+                    found.append(Source(name, str(one), one.read_bytes()))
+    return tuple(found)
+
+
+def digest_of(code: Code) -> str:
+    """Return a digest of the names and texts; "" without code."""
+    return hashlib.sha256(repr(code).encode()).hexdigest()[:16] if code else ""
+
+
+def run(code: Code) -> ModuleType:
+    """Return the factory's module, executed once in this process.
+
+    Modules of an older code lose their names to those of `code`, and go on living in the models
+    that were built from them.
+    """
+    if code not in _modules:
+        older = [one.name for one in code if _texts.sources.get(one.name, one) != one]
+        for one in code:
+            if older or one is code[0]:
+                sys.modules.pop(one.name, None)
+            _texts.sources[one.name] = one
+        if _texts not in sys.meta_path:
+            sys.meta_path.insert(0, _texts)
+        _modules[code] = importlib.import_module(code[0].name)
+    return _modules[code]
+
+
+def _imported(source: Source) -> Iterator[str]:
+    """Yield the names of modules that `source` may import, packages before their modules."""
+    try:
+        tree = ast.parse(source.text)
+    except (SyntaxError, ValueError, RecursionError):  # which its import reports
+        return
+    is_package = Path(source.file).name == "__init__.py"
+    for node in ast.walk(tree):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            own = source.name.split(".")
+            base = own[: len(own) + is_package - node.level] if node.level else []
+            base += node.module.split(".") if node.module else []
+            names = [".".join([*base, alias.name]) for alias in node.names]
+        for name in names:
+            parts = name.split(".")
+            yield from (".".join(parts[: end + 1]) for end in range(len(parts)))
+
+
+class _Texts(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
+    """Finds and executes modules of codes, the newest of each name."""
+
+    def __init__(self) -> None:
+        self.sources: dict[str, Source] = {}
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        source = self.sources.get(name)
+        if source is None:
+            return None
+        folder = Path(source.file).parent
+        is_package = Path(source.file).name == "__init__.py"
+        spec = importlib.util.spec_from_loader(
+            name, self, origin=source.file, is_package=is_package
+        )
+        assert spec is not None
+        spec.has_location = True  # so that it has __file__
+        if is_package:
+            spec.submodule_search_locations = [str(folder)]
+        return spec
+
+    def get_source(self, name: str) -> str:
+        return importlib.util.decode_source(self.sources[name].text)
+
+    def exec_module(self, module: ModuleType) -> None:
+        source = self.sources[module.__name__]
+        exec(compile(source.text, source.file, "exec"), module.__dict__)
+
+
+_modules: dict[Code, ModuleType] = {}
+_texts = _Texts()
