@@ -73,8 +73,8 @@ class HostRange:
     """The CPU implementation of :class:`AddressRange`.
 
     The entries of the page table are moved from this process's mapping of the whole segment, and
-    back: that takes a thirtieth of the page faults of a new mapping. Kernels before 5.13 refuse to,
-    and the pages are mapped anew.
+    back, because the page faults of a new mapping take as long as a copy. Kernels before 5.13
+    refuse to, and the pages are mapped anew.
     """
 
     def __init__(self, segment: Segment, size_bytes: int, *, read_only: bool) -> None:
