@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -45,6 +46,12 @@ inputs = [
   { name = "seconds", datatype = "FP32", shape = [] },
 ]
 
+[models.lazy]
+factory = "imports:make"
+load = "request"
+keep_s = 0.5
+inputs = [{ name = "input", datatype = "FP32", shape = [-1, 4] }]
+
 [models.faulty]
 factory = "models.py:faulty"
 load = false
@@ -55,6 +62,14 @@ inputs = [
 """
 
 
+# The folder comes last on the path: what is in it does not hide the standard library.
+IMPORTS = """
+import colorsys, torch
+
+def make():
+    return torch.nn.Linear(4, 2)
+"""
+
 X = {"name": "x", "datatype": "FP32", "shape": [1, 64], "data": [1.0] * 64}
 
 
@@ -63,12 +78,15 @@ class Server(NamedTuple):
 
     url: str
     pid: int
+    folder: Path
 
 
 def serve(folder: Path) -> Iterator[Server]:
     """Serve from a folder; then check that a SIGTERM lets a running request finish."""
     shutil.copy(MODELS, folder / "models.py")
     (folder / "models.toml").write_text(FILE)
+    (folder / "imports.py").write_text(IMPORTS)
+    (folder / "colorsys.py").write_text("raise ImportError('the file beside the models')")
     command = [
         sys.executable,
         "-c",
@@ -76,7 +94,8 @@ def serve(folder: Path) -> Iterator[Server]:
         "serve",
         str(folder / "models.toml"),
     ]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    environ = {**os.environ, "XDG_CACHE_HOME": str(folder / "cache")}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ)
     try:
         assert process.stdout is not None
         lines = [process.stdout.readline() for _ in range(5)]
@@ -84,7 +103,7 @@ def serve(folder: Path) -> Iterator[Server]:
         for line, name in zip(lines, ("chain", "mixed", "slow"), strict=False):
             assert line.startswith(f"{name}: "), lines
         address = lines[3].split()[-1]
-        yield Server(address, process.pid)
+        yield Server(address, process.pid, folder)
         with ThreadPoolExecutor(1) as pool:
             answer = pool.submit(post, address, "/v2/models/slow/infer", slow_request(4.0))
             eventually(lambda: bool(running(address)))

@@ -333,7 +333,6 @@ class Switching(Section, name="switching"):
     )
     request_bytes: int = setting(64 << 20, "maximum size of the tensors of one request", minimum=1)
     queue_limit: int = setting(256, "maximum number of waiting requests", minimum=1)
-    client_limit: int = setting(64, "maximum number of waiting requests of one client", minimum=1)
     run_timeout_s: float = setting(60.0, "a worker that computes one request for longer is ended")
     start_timeout_s: float = setting(
         120.0, "how long a worker may take to start, or to build a model"
@@ -360,6 +359,16 @@ class Switching(Section, name="switching"):
         "", "a secret that every request except health checks must carry; empty: none", secret=True
     )
     repository_control: bool = setting(False, "clients may load and unload the models of the file")
+    allowed_origins: str = setting(
+        "",
+        "origins, such as https://app.example, separated by commas, whose web pages may use the "
+        "server; *: any",
+    )
+    access_log: bool = setting(False, "write a line for each request to standard error")
+    tls_certificate: str = setting(
+        "", "file with a certificate chain in PEM format, to serve HTTPS; empty: plain HTTP"
+    )
+    tls_key: str = setting("", "file with the certificate's key; empty: it is in the same file")
 
 
 class PipeSwitch(Section, name="pipeswitch"):

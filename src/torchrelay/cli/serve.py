@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from torchrelay.config import Switching, check_value
+from torchrelay.errors import UnavailableError
 
 __all__ = ["serve"]
 
@@ -18,12 +19,12 @@ _SETTINGS = {field.name: field for field in dataclasses.fields(Switching)}
 
 def serve(
     models: Annotated[
-        Path, typer.Argument(help="The models file, in TOML; docs/switching.md describes it.")
+        Path,
+        typer.Argument(
+            help="The models file, in TOML, or a folder of such files; docs/switching.md describes "
+            "them."
+        ),
     ],
-    bench: Annotated[
-        bool, typer.Option("--bench", help="Print a table of switching times and exit.")
-    ] = False,
-    rounds: Annotated[int, typer.Option(min=1, help="Requests to each model for --bench.")] = 20,
     **options: Any,
 ) -> None:
     """Serve the models of a file from one memory, switching between them in milliseconds.
@@ -31,18 +32,21 @@ def serve(
     The other options override the file's table [bold]server[/bold]. Process listings show them, so
     set TORCHRELAY_SWITCHING_API_KEY instead of --api-key.
     """
-    from torchrelay.switching import _serve  # noqa: PLC0415 - torch takes seconds to import
-    from torchrelay.switching._models_file import ModelsFile  # noqa: PLC0415
-
+    try:
+        # torch takes seconds to import
+        from torchrelay.switching.http import _serve  # noqa: PLC0415
+        from torchrelay.switching.http._models_file import ModelsFile  # noqa: PLC0415
+    except ModuleNotFoundError as error:
+        raise UnavailableError(
+            "serving needs the extra [serve]: pip install uvicorn httptools uvloop msgspec "
+            f"prometheus-client ({error})"
+        ) from error
     given = {name: value for name, value in options.items() if value is not None}
     for name, value in given.items():
         check_value(value, _SETTINGS[name], f"--{name.replace('_', '-')}")
     file = ModelsFile.read(models)
     file = dataclasses.replace(file, server=dataclasses.replace(file.server, **given))
-    if bench:
-        _serve.print_table(file, rounds)
-    else:
-        _serve.serve(file, report=typer.echo)
+    _serve.serve(file, report=typer.echo)
 
 
 def _option(setting: dataclasses.Field[Any]) -> inspect.Parameter:

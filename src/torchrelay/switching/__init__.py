@@ -7,12 +7,12 @@ speaks.
 """
 
 from torchrelay.switching._cache import Region, SharedCache
-from torchrelay.switching._client import Client
 from torchrelay.switching._queue import Reply
 from torchrelay.switching._scheduler import TrainingHandle
 from torchrelay.switching._store import InputSpec, ModelStore, StoredModel
 from torchrelay.switching._switcher import Switcher
 from torchrelay.switching._training import TrainingTask
+from torchrelay.switching.http._client import Client
 
 __all__ = [
     "Client",

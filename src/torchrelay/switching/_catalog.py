@@ -84,6 +84,17 @@ class Catalog:
             if building is served and not served.profiling:
                 self.fleet.lose(worker, f"was building model {name!r}, which {reason}")
 
+    def progress(self, name: str) -> str:
+        """Return what the model that is loading waits for. Needs no lock."""
+        served, building = self.models.get(name), self._building
+        if served is not None and served.profiling:
+            step = "it is profiled, by its first run"
+        elif building is not None and building[1] is served:
+            step = "a worker builds it"
+        else:
+            step = "it waits for a worker"
+        return f"loading model {name!r}: {step}"
+
     def can_run(self, served: Served, is_profile: bool = False) -> bool:
         """Return whether requests to the model may run: it is profiled, or the request
         profiles it, and no older model of its name still holds bytes or modules.

@@ -60,7 +60,7 @@ class Daemon:
     ) -> None:
         self.options = options
         self._store = store
-        self.queue = RequestQueue(options.queue_limit, options.client_limit)
+        self.queue = RequestQueue(options.queue_limit)
         self.counts = Counter(dict.fromkeys(COUNTERS, 0))
         self.loop = Loop(self.decide, self._crashed)
         self.is_draining = False
@@ -254,7 +254,6 @@ class Daemon:
                     "model": request.model,
                     "priority": request.priority,
                     "waiting_s": time.monotonic() - request.arrived,
-                    "client": request.client,
                 }
                 for request in self.queue
             ],

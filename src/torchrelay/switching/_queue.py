@@ -60,7 +60,6 @@ class Request:
     future: Future[Any] = field(default_factory=Future)  # of a Reply, or of a Profile
     priority: int = 0
     deadline: float = math.inf  # of time.monotonic()
-    client: str = ""
     is_profile: bool = False  # asks for the model's profile, and may run before it is ready
     request_id: int = field(default_factory=new_id)
     attempts: int = 0
@@ -114,9 +113,8 @@ class Request:
 class RequestQueue:
     """A bounded priority queue. The loop's lock protects it."""
 
-    def __init__(self, limit: int, client_limit: int) -> None:
+    def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._client_limit = client_limit
         self._waiting: list[Request] = []
         self.next_deadline = math.inf  # of those that wait, or an earlier one that was met
 
@@ -133,17 +131,11 @@ class RequestQueue:
         """Queue `request`.
 
         Raises:
-            OverloadedError: the queue, or the client's share of it, is full.
+            OverloadedError: the queue is full.
         """
         if len(self._waiting) >= self._limit:
             raise OverloadedError(
                 f"{len(self._waiting)} requests are waiting, the limit; try again later"
-            )
-        client = request.client
-        if client and sum(one.client == client for one in self._waiting) >= self._client_limit:
-            raise OverloadedError(
-                f"client {client!r} has {self._client_limit} requests waiting, its limit; "
-                "try again later"
             )
         self.push_back(request)
 

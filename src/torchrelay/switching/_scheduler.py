@@ -25,6 +25,7 @@ from torchrelay.switching import _messages
 from torchrelay.switching._factory import Factory
 from torchrelay.switching._fleet import Fleet, WorkerProcess
 from torchrelay.switching._queue import new_id
+from torchrelay.switching._reports import wait_reporting
 from torchrelay.switching._training import read_state
 
 __all__ = ["TrainingHandle", "TrainingScheduler"]
@@ -71,7 +72,11 @@ class TrainingHandle:
             PeerLostError: its worker died again and again at the same step.
         """
         try:
-            return self._future.result(timeout_s)
+            return wait_reporting(
+                self._future,
+                timeout_s,
+                lambda: f"training task {self.name!r}: at step {self.step} of {self.steps}",
+            )
         except TimeoutError as error:
             if self.done:
                 raise

@@ -320,12 +320,14 @@ def check_name(name: str) -> None:
 
 
 @contextlib.contextmanager
-def naming(what: str) -> Iterator[None]:
-    """Let errors of the block begin with `what` they are about."""
+def naming(what: str, unless: str = "\0") -> Iterator[None]:
+    """Let errors of the block begin with `what` they are about, unless they contain `unless`."""
     try:
         yield
     except TorchRelayError as error:
         described = to_json(error)
+        if unless in described["message"]:
+            raise
         described["message"] = f"{what}: {described['message']}"
         raise from_json(described) from error
 

@@ -31,6 +31,7 @@ from torchrelay.switching._host import HostLink
 from torchrelay.switching._planner import measure_link
 from torchrelay.switching._profile import Output
 from torchrelay.switching._queue import Reply, Request
+from torchrelay.switching._reports import wait_reporting
 from torchrelay.switching._scheduler import TrainingHandle
 from torchrelay.switching._store import ModelStore, StoredModel
 from torchrelay.switching._tensors import check_mode, check_tensors
@@ -120,7 +121,7 @@ class Switcher(Resource):
         with _telemetry.event("switching", "load", name) as running:
             running.size_bytes = model.size_bytes
             try:
-                ready.result(timeout_s)
+                wait_reporting(ready, timeout_s, lambda: self._daemon.catalog.progress(name))
             except TimeoutError as error:
                 if ready.done():
                     raise
@@ -187,7 +188,6 @@ class Switcher(Resource):
         *,
         priority: int = 0,
         deadline_s: float | None = None,
-        client: str = "",
         copy: bool = True,
     ) -> Future[Reply]:
         """Queue a request and return the future of its reply. Cancelling the future takes it off
@@ -203,7 +203,6 @@ class Switcher(Resource):
             deadline_s: the most to wait for a worker; then the future raises OperationTimeoutError.
                 Of equal priority, earlier deadlines run first; a request without one counts as
                 due in 10 s.
-            client: who asks, for `client_limit`.
             copy: False if `inputs` do not change before the future is done.
 
         Raises:
@@ -215,7 +214,7 @@ class Switcher(Resource):
         The future raises ModelError, OperationTimeoutError, OverloadedError, PeerLostError,
         NotFoundError or UnavailableError.
         """
-        request = self._request(name, inputs, priority, deadline_s, client, copies=copy)
+        request = self._request(name, inputs, priority, deadline_s, copies=copy)
 
         def forget(future: Future[Reply]) -> None:
             if future.cancelled():
@@ -233,13 +232,12 @@ class Switcher(Resource):
         *,
         priority: int = 0,
         deadline_s: float | None = None,
-        client: str = "",
     ) -> dict[str, torch.Tensor]:
         """Return the model's outputs by name; a single tensor is named "output". As :meth:`submit`,
         but blocks.
         """
         self._daemon.loop.check_can_wait()
-        request = self._request(name, inputs, priority, deadline_s, client, copies=False)
+        request = self._request(name, inputs, priority, deadline_s, copies=False)
         with _torch.span("torchrelay.switching.infer"):
             return self._daemon.run(request).outputs
 
@@ -318,7 +316,6 @@ class Switcher(Resource):
         inputs: Mapping[str, torch.Tensor],
         priority: int,
         deadline_s: float | None,
-        client: str,
         *,
         copies: bool,
     ) -> Request:
@@ -333,7 +330,7 @@ class Switcher(Resource):
             for key, value in inputs.items()
         }
         deadline = time.monotonic() + wait_s
-        return Request(name, plain, priority=priority, deadline=deadline, client=client)
+        return Request(name, plain, priority=priority, deadline=deadline)
 
     def _check_size(self, what: str, sizes: list[int]) -> None:
         size_bytes, limit = sum(map(align, sizes)), self._daemon.options.request_bytes

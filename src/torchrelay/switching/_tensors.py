@@ -13,7 +13,7 @@ import itertools
 import json
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,14 +24,15 @@ __all__ = [
     "DATATYPES",
     "HEADER",
     "Body",
+    "TensorEntry",
     "check_mode",
     "check_tensors",
     "datatype_of",
     "decode",
     "dtype_of",
-    "dump",
     "encode",
     "parse_body",
+    "split_body",
 ]
 
 HEADER = "Inference-Header-Content-Length"
@@ -61,6 +62,16 @@ _JSON_BYTES = 16 << 20
 _JSON_VALUES = 1 << 20
 
 Body = tuple[dict[str, Any], memoryview]
+
+
+class TensorEntry(NamedTuple):
+    """A tensor as the protocol describes it."""
+
+    name: str
+    datatype: str
+    shape: list[int]
+    data: Any = None
+    binary_data_size: int | None = None
 
 
 def dtype_of(datatype: object) -> torch.dtype:
@@ -112,11 +123,11 @@ def check_tensors(inputs: object) -> None:
             )
 
 
-def parse_body(body: bytes | bytearray, header_length: str | None) -> Body:
-    """Split a request or response body into its JSON object and the bytes behind it.
+def split_body(body: bytes | bytearray, header_length: str | None) -> tuple[memoryview, memoryview]:
+    """Return the JSON of a request's or response's body, and the bytes behind it.
 
     Raises:
-        ArgumentError: it is not of the protocol's form.
+        ArgumentError: `header_length`, the value of :data:`HEADER`, is not that of its JSON.
         CapacityError: its JSON is too large.
     """
     try:
@@ -130,50 +141,47 @@ def parse_body(body: bytes | bytearray, header_length: str | None) -> Body:
             f"the JSON takes {length} bytes, and at most {_JSON_BYTES} are read; send the tensors "
             "in binary, which is faster"
         )
+    view = memoryview(body)
+    return view[:length], view[length:]
+
+
+def parse_body(body: bytes | bytearray, header_length: str | None) -> Body:
+    """Return the JSON object of a response's body, and the bytes behind it.
+
+    Raises:
+        ArgumentError: it is not of the protocol's form.
+        CapacityError: its JSON is too large.
+    """
+    text, raw = split_body(body, header_length)
     try:
-        header = _DECODER.decode(body[:length].decode())
+        header = json.loads(bytes(text))
     except (ValueError, RecursionError) as error:
         raise ArgumentError(f"the body's JSON cannot be read: {error}") from error
     if not isinstance(header, dict):
         raise ArgumentError(f"the body's JSON is a {type(header).__name__}, not an object")
-    return header, memoryview(body)[length:]
+    return header, raw
 
 
-def _no_constant(name: str) -> None:
-    raise ValueError(f"JSON has no {name}")
-
-
-_DECODER = json.JSONDecoder(parse_constant=_no_constant)
-_ENCODER = json.JSONEncoder(allow_nan=False)
-
-
-def decode(entries: object, raw: memoryview) -> dict[str, torch.Tensor]:
+def decode(entries: Iterable[TensorEntry], raw: memoryview) -> dict[str, torch.Tensor]:
     """Return the tensors that `entries` (the protocol's `inputs` or `outputs`) describe.
 
     Raises:
-        ArgumentError: an entry is malformed, or sizes disagree.
+        ArgumentError: a shape is malformed, or sizes disagree.
         UnsupportedError: a datatype is not served.
     """
-    if not isinstance(entries, list) or not all(isinstance(one, dict) for one in entries):
-        raise ArgumentError("inputs must be a list of objects")
     tensors: dict[str, torch.Tensor] = {}
     offset = 0
-    for entry in entries:
-        name, dtype, shape = _described(entry)
+    for name, datatype, shape, data, size in entries:
+        dtype = _dtype_for(name, datatype, shape)
         if name in tensors:
             raise ArgumentError(f"input {name!r} appears twice")
-        parameters = entry.get("parameters", {})
-        if not isinstance(parameters, dict) or parameters.keys() - {"binary_data_size"}:
-            raise UnsupportedError(
-                f"input {name!r}: of its parameters {parameters!r} only binary_data_size is "
-                "supported"
-            )
-        size = parameters.get("binary_data_size")
         if size is None:
-            tensors[name] = _from_list(name, entry.get("data"), dtype, shape)
+            tensors[name] = _from_list(name, data, dtype, shape)
             continue
+        if data is not None:
+            raise ArgumentError(f"input {name!r} has both data and binary_data_size; send one")
         size_bytes = math.prod(shape) * dtype.itemsize
-        if type(size) is not int or size != size_bytes or offset + size > len(raw):
+        if size != size_bytes or offset + size > len(raw):
             raise ArgumentError(
                 f"input {name!r} of shape {shape} takes {size_bytes} bytes; binary_data_size is "
                 f"{size!r} and {len(raw) - offset} bytes are left"
@@ -192,6 +200,7 @@ def encode(
 
     Raises:
         CapacityError: one of the others is too large for JSON.
+        UnsupportedError: a number in one of them is infinite or NaN.
     """
     names = set(tensors) if binary is True else set(binary or ())
     entries, raw = [], []
@@ -211,34 +220,21 @@ def encode(
                 f"{name!r} has {tensor.numel()} values, and JSON takes at most {_JSON_VALUES}; ask "
                 "for it with the parameter binary_data"
             )
+        elif tensor.is_floating_point() and not tensor.isfinite().all():
+            raise UnsupportedError(
+                f"{name!r} has infinite values or NaN, which JSON cannot represent; ask for it "
+                "with the parameter binary_data"
+            )
         else:
             entry["data"] = tensor.flatten().tolist()
         entries.append(entry)
     return entries, raw
 
 
-def dump(header: dict[str, Any]) -> bytes:
-    """Return the JSON of a response or request.
-
-    Raises:
-        UnsupportedError: a number in it is infinite or NaN.
-    """
-    try:
-        return _ENCODER.encode(header).encode()
-    except ValueError as error:
-        raise UnsupportedError(
-            "an output has infinite values or NaN, which JSON cannot represent; ask for it with "
-            "the parameter binary_data"
-        ) from error
-
-
-def _described(entry: dict[str, Any]) -> tuple[str, torch.dtype, list[int]]:
-    name, shape = entry.get("name"), entry.get("shape")
-    if not isinstance(name, str):
-        raise ArgumentError("an input has no name")
+def _dtype_for(name: str, datatype: str, shape: list[int]) -> torch.dtype:
+    """Return the dtype of a tensor whose shape is one."""
     if (
-        not isinstance(shape, list)
-        or len(shape) > _MAX_DIMENSIONS
+        len(shape) > _MAX_DIMENSIONS
         or not all(type(size) is int and 0 <= size <= _MAX_SIZE for size in shape)
         or math.prod(max(1, size) for size in shape) > _MAX_SIZE
     ):
@@ -246,10 +242,15 @@ def _described(entry: dict[str, Any]) -> tuple[str, torch.dtype, list[int]]:
             f"input {name!r} has the shape {shape!r}; it must be a list of at most "
             f"{_MAX_DIMENSIONS} sizes, and their product at most {_MAX_SIZE}"
         )
-    return name, dtype_of(entry.get("datatype")), shape
+    try:
+        return dtype_of(datatype)
+    except UnsupportedError as error:
+        raise UnsupportedError(f"input {name!r}: {error}") from error
 
 
 def _from_list(name: str, data: object, dtype: torch.dtype, shape: list[int]) -> torch.Tensor:
+    if data is None:
+        raise ArgumentError(f"input {name!r} has neither data nor the parameter binary_data_size")
     values: list[Any] = data if isinstance(data, list) else [data]
     while (types := set(map(type, values))) == {list}:
         values = list(itertools.chain.from_iterable(values))

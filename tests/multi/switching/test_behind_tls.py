@@ -42,9 +42,9 @@ inputs = [{{ name = "input", datatype = "FP32", shape = [-1, 4] }}]
 
 
 @contextlib.contextmanager
-def _served(folder: Path) -> Iterator[int]:
+def _served(folder: Path, more: str = "") -> Iterator[int]:
     """A server with a key; its port."""
-    (folder / "models.toml").write_text(FILE)
+    (folder / "models.toml").write_text(FILE.replace("[server]", f"[server]\n{more}"))
     code = "from torchrelay.cli import main; main()"
     command = [sys.executable, "-c", code, "serve", str(folder / "models.toml")]
     environ = {**os.environ, "TORCHRELAY_SWITCHING_API_KEY": KEY}
@@ -59,14 +59,20 @@ def _served(folder: Path) -> Iterator[int]:
             server.send_signal(signal.SIGTERM)
 
 
-@contextlib.contextmanager
-def _proxy(folder: Path, backend: int) -> Iterator[int]:
-    """A proxy that ends TLS and passes bytes on; its port."""
+def _certificate(folder: Path) -> tuple[Path, Path]:
+    """A certificate for NAME, and its key."""
     certificate, key = folder / "cert.pem", folder / "key.pem"
     command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"]
     command += ["-keyout", str(key), "-out", str(certificate), "-subj", f"/CN={NAME}"]
     command += ["-addext", f"subjectAltName=DNS:{NAME}"]
     subprocess.run(command, check=True, capture_output=True)
+    return certificate, key
+
+
+@contextlib.contextmanager
+def _proxy(folder: Path, backend: int) -> Iterator[int]:
+    """A proxy that ends TLS and passes bytes on; its port."""
+    certificate, key = _certificate(folder)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate, key)
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -107,13 +113,33 @@ def _copy(source: socket.socket, target: socket.socket) -> None:
         target.shutdown(socket.SHUT_RDWR)
 
 
-def test_tls_and_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True)
+def _resolved(monkeypatch: pytest.MonkeyPatch) -> None:
     resolve = socket.getaddrinfo
 
     def local(host: Any, *rest: Any, **more: Any) -> Any:
         return resolve("127.0.0.1" if host == NAME else host, *rest, **more)
 
     monkeypatch.setattr(socket, "getaddrinfo", local)
+
+
+def test_tls_by_option(tmp_path: Path) -> None:
+    certificate, key = _certificate(tmp_path)
+    files = f'tls_certificate = "{certificate}"\ntls_key = "{key}"'
+    with _served(tmp_path, files) as port:
+        trusted = ssl.create_default_context(cafile=str(certificate))
+        url = f"https://{NAME}:{port}"
+        with Client(url, api_key=KEY, ssl_context=trusted, timeout_s=100) as client:
+            for _ in range(3):
+                assert client.infer("linear", {"input": torch.ones(3, 4)})["output"].shape == (3, 2)
+        with (
+            Client(url.replace("https", "http"), api_key=KEY, timeout_s=100) as client,
+            pytest.raises(TorchRelayError, match="cannot be reached"),
+        ):
+            client.models()
+
+
+def test_tls_and_a_key(tmp_path: Path) -> None:
     with _served(tmp_path) as backend, _proxy(tmp_path, backend) as port:
         url = f"https://{NAME}:{port}"
         trusted = ssl.create_default_context(cafile=str(tmp_path / "cert.pem"))

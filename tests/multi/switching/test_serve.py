@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 import os
-import shutil
 import signal
+import subprocess
 import sys
 import threading
 import urllib.error
@@ -15,15 +14,13 @@ import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import switching_models as models
-from serving import FILE, MODELS, X, get, post, value
-from torchrelay.cli import app
+from serving import Server, X, get, post, value
 from torchrelay.errors import (
     ArgumentError,
     ModelError,
@@ -32,8 +29,8 @@ from torchrelay.errors import (
     PeerLostError,
     UnsupportedError,
 )
-from torchrelay.switching import Client, _switcher
-from torchrelay.switching._host import HostLink
+from torchrelay.switching import Client
+from waiting import eventually
 
 # The first test of the file starts three processes that import torch: minutes where many others
 # run.
@@ -56,7 +53,7 @@ def test_our_client(url: str) -> None:
             "pooled",
         }
         ready = dict.fromkeys(("chain", "mixed", "slow"), "READY")
-        assert client.models() == {**ready, "faulty": "UNAVAILABLE"}
+        assert client.models() == {**ready, "faulty": "UNAVAILABLE", "lazy": "UNAVAILABLE"}
         with pytest.raises(NotFoundError, match="no model 'none'"):
             client.infer("none", {"x": x})
         with pytest.raises(ArgumentError, match="takes the inputs x; got y"):
@@ -180,6 +177,11 @@ def test_a_public_client(url: str) -> None:
                     torch.from_numpy(answer.as_numpy("output").copy()), expected, atol=1e-6
                 )
                 assert answer.get_response()["id"] == "7"
+        assert client.infer("chain", [given], timeout=0).as_numpy("output") is not None
+        statistics = client.get_inference_statistics("chain")["model_stats"][0]
+        assert statistics["inference_count"] >= 5
+        assert len(client.get_inference_statistics()["model_stats"]) == 5
+        assert client.get_model_config("chain")["max_batch_size"] == 0
         states = {one["name"]: one["state"] for one in client.get_model_repository_index()}
         assert states["chain"] == "READY"
         client.load_model("faulty")
@@ -203,10 +205,10 @@ def request(**more: object) -> bytes:
     ("body", "headers", "code", "message"),
     [
         (b"", {}, 400, "JSON"),
-        (b"[]", {}, 400, "not an object"),
-        (b"{}", {}, 400, "list of objects"),
+        (b"[]", {}, 400, "Expected `object`, got `array`"),
+        (b"{}", {}, 400, "missing required field `inputs`"),
         (b"[" * 100_000, {}, 400, "JSON"),
-        (b'{"inputs": [{}]}', {}, 400, "no name"),
+        (b'{"inputs": [{}]}', {}, 400, "inputs[0]: Object missing required field `name`"),
         (json.dumps({"inputs": [{**X, "shape": [1, -64]}]}).encode(), {}, 400, "shape"),
         (json.dumps({"inputs": [{**X, "shape": [1 << 40, 64]}]}).encode(), {}, 400, "64 values"),
         (json.dumps({"inputs": [{**X, "datatype": "FP31"}]}).encode(), {}, 400, "datatype 'FP31'"),
@@ -227,13 +229,13 @@ def request(**more: object) -> bytes:
             json.dumps({"inputs": [X], "parameters": {"priority": "high"}}).encode(),
             {},
             400,
-            "must be an integer",
+            "parameters.priority: Expected `int | null`, got `str`",
         ),
         (b"{}", {"Inference-Header-Content-Length": "99"}, 400, "the body has 2 bytes"),
         (b"{}", {"Inference-Header-Content-Length": "-1"}, 400, "the body has 2 bytes"),
         (b"{}", {"Content-Encoding": "gzip"}, 415, "compressed"),
         (b"{}", {"Content-Type": "text/plain"}, 415, "must be application/json"),
-        (b'{"inputs": NaN}', {}, 400, "JSON has no NaN"),
+        (b'{"inputs": NaN}', {}, 400, "JSON cannot be read"),
         (infer(data=[float(10**400 > 0)] * 63 + [10**400]), {}, 400, "is not torch.float32"),
         (infer(data=[1e39] * 64), {}, 400, "is not torch.float32, which holds -3.40282e+38 to 3.4"),
         (infer(datatype="FP64", data=[10**400] * 64), {}, 400, "is not torch.float64, which holds"),
@@ -249,11 +251,21 @@ def request(**more: object) -> bytes:
         ),
         (infer(datatype="INT64", data=[0, 10**30] * 32), {}, 400, "is not torch.int64"),
         (infer(datatype="BOOL", data=[1] * 64), {}, 400, "is not torch.bool: it has values of int"),
-        (infer(parameters={"shared_memory_region": "r"}), {}, 400, "only binary_data_size"),
-        (request(parameters={"timeout": 10**400}), {}, 400, "must be microseconds"),
+        (
+            infer(parameters={"shared_memory_region": "r"}),
+            {},
+            400,
+            "'shared_memory_region' is not supported",
+        ),
+        (request(parameters={"timeout": 10**400}), {}, 400, "parameters.timeout: "),
         (request(parameters={"sequence_id": 1}), {}, 400, "'sequence_id' is not supported"),
-        (request(parameters=[1]), {}, 400, "must be an object"),
-        (request(outputs=[{"name": ["output"]}]), {}, 400, "no output ['output']"),
+        (request(parameters=[1]), {}, 400, "parameters: Expected `object | null`, got `array`"),
+        (
+            request(outputs=[{"name": ["output"]}]),
+            {},
+            400,
+            "outputs[0].name: Expected `str`",
+        ),
         (
             request(outputs=[{"name": "output", "parameters": {"classification": 3}}]),
             {},
@@ -265,7 +277,7 @@ def request(**more: object) -> bytes:
             json.dumps({"inputs": [{**X, "parameters": {"binary_data_size": 4}}]}).encode(),
             {},
             400,
-            "256 bytes; binary_data_size is 4",
+            "has both data and binary_data_size; send one",
         ),
     ],
 )
@@ -310,7 +322,7 @@ def test_outputs_that_json_cannot_write(url: str) -> None:
 def test_a_load_cannot_bring_a_model(url: str, parameters: dict[str, str]) -> None:
     body = json.dumps({"parameters": parameters}).encode()
     status, answer = post(url, "/v2/repository/models/chain/load", body)
-    assert status == 400 and "is not supported; none is supported here" in answer["error"]
+    assert status == 400 and "is not supported: leave it out" in answer["error"]
 
 
 def test_a_large_json_body_is_as_a_small_one(url: str) -> None:
@@ -347,6 +359,8 @@ def test_json_over_plain_http(url: str) -> None:
     assert json.loads(get(url, "/v2")[1])["extensions"] == [
         "binary_tensor_data",
         "model_repository",
+        "statistics",
+        "model_configuration",
     ]
 
 
@@ -359,29 +373,60 @@ def test_metrics_count_what_was_served(url: str) -> None:
     assert value(url, 'torchrelay_model_resident{model="chain"}') == 1.0
 
 
-def test_bench_prints_a_row_for_each_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    links: list[float] = []
+def test_a_model_is_loaded_at_its_first_request_and_unloaded_when_it_is_idle(
+    server: Server,
+) -> None:
+    url = server.url
+    x = {"name": "input", "datatype": "FP32", "shape": [2, 4], "data": [1.0] * 8}
+    body = json.dumps({"inputs": [x]}).encode()
+    for _ in range(2):
+        assert get(url, "/v2/models/lazy/ready")[0] == 200
+        with ThreadPoolExecutor(3) as pool:
+            asked = [pool.submit(post, url, "/v2/models/lazy/infer", body) for _ in range(3)]
+            answers = [one.result() for one in asked]
+        assert [status for status, _ in answers] == [200] * 3
+        assert len({answer["model_version"] for _, answer in answers}) == 1  # one load
 
-    class Link(HostLink):
-        def __init__(self, arena: torch.Tensor, *, gbytes_per_s: float = 0.0) -> None:
-            links.append(gbytes_per_s)
-            super().__init__(arena, gbytes_per_s=gbytes_per_s)
+        def is_unloaded() -> bool:
+            models = json.loads(get(url, "/status.json")[1])["models"]
+            return all(one["name"] != "lazy" for one in models)
 
-    monkeypatch.setattr(_switcher, "HostLink", Link)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    shutil.copy(MODELS, tmp_path / "models.py")
-    text = FILE.replace("[models.slow]", "[models.slow]\nload = false")
-    server = "arena_bytes = 100_000\nworkers = 1\nlink_gbps = 0.5"  # not both models at once
-    text = text.replace("arena_bytes = 4_000_000", server)
-    (tmp_path / "models.toml").write_text(text)
-    (tmp_path / "colorsys.py").write_text("raise ImportError('the file beside the models')")
-    arguments = ["serve", str(tmp_path / "models.toml"), "--bench", "--rounds", "2"]
-    done = CliRunner().invoke(app, arguments, catch_exceptions=False)
-    assert done.exit_code == 0 and links == [0.5]
-    rows = [line.split("│")[1:-1] for line in done.output.splitlines() if "│" in line]
-    assert [row[0].strip() for row in rows] == ["chain", "mixed"]
-    assert all(float(cell) > 0 for row in rows for cell in row[1:5])
-    assert list((tmp_path / "cache/torchrelay/switching").glob("*.json")), "profiles are kept"
-    assert str(tmp_path) in sys.path
-    importlib.import_module("colorsys")  # the standard library's: the folder comes last
+        eventually(is_unloaded)
+    assert list(server.folder.glob("cache/torchrelay/switching/*.json")), "profiles are kept"
+
+
+def test_statistics_and_configurations(url: str) -> None:
+    def statistics() -> dict[str, Any]:
+        (found,) = json.loads(get(url, "/v2/models/chain/stats")[1])["model_stats"]
+        return found["inference_stats"]
+
+    before = statistics()
+    assert post(url, "/v2/models/chain/infer", request())[0] == 200
+    assert post(url, "/v2/models/chain/infer", infer(datatype="FP31"))[0] == 400
+    after = statistics()
+    for kind in ("success", "fail", "queue", "compute_infer"):
+        assert after[kind]["count"] == before[kind]["count"] + 1, kind
+    assert after["success"]["ns"] > after["compute_infer"]["ns"] > 0
+    config = json.loads(get(url, "/v2/models/chain/config")[1])
+    assert config["input"] == [{"name": "x", "data_type": "TYPE_FP32", "dims": [-1, 64]}]
+    assert config["output"] == [{"name": "output", "data_type": "TYPE_FP32", "dims": [-1, -1]}]
+    names = json.loads(get(url, "/v2/models")[1])["models"]
+    assert names == ["chain", "faulty", "lazy", "mixed", "slow"]
+
+
+def test_outputs_are_known_before_the_first_request(url: str) -> None:
+    """Models are profiled when they are loaded."""
+    metadata = json.loads(get(url, "/v2/models/slow")[1])
+    assert metadata["outputs"] == [{"name": "output", "datatype": "FP32", "shape": [-1, -1]}]
+
+
+def test_errors_name_the_model(url: str) -> None:
+    for body in (infer(shape=[1, 63], data=[1.0] * 63), infer(datatype="FP31"), b"{}", b"nothing"):
+        assert "'chain'" in post(url, "/v2/models/chain/infer", body)[1]["error"]
+
+
+def test_the_command_is_a_module() -> None:
+    command = [sys.executable, "-m", "torchrelay", "serve", "--help"]
+    assert (
+        "models file" in subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    )

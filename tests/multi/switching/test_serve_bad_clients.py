@@ -85,9 +85,12 @@ def connections(server: Server) -> int:
 
 
 WAITING_CLIENT = """
-import http.client, sys
+import http.client, socket, sys
 host, port = sys.argv[1].removeprefix("http://").split(":")
 connection = http.client.HTTPConnection(host, port, timeout=600)
+connection.connect()
+# Its kernel forgets the connection at once; otherwise, it answers the server's probes for a minute.
+connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_LINGER2, -1)
 connection.request("POST", "/v2/models/slow/infer", sys.argv[2])
 connection.getresponse()
 """

@@ -9,7 +9,7 @@ from torchrelay.switching._queue import Request, RequestQueue
 
 
 def test_requests_with_deadlines_do_not_hold_back_one_without_for_ever() -> None:
-    queue = RequestQueue(100, 100)
+    queue = RequestQueue(100)
     patient = Request("a", {}, arrived=1000.0)
     queue.push(patient)
     queue.push(Request("b", {}, deadline=1001.0, arrived=1000.5))

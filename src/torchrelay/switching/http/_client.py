@@ -24,11 +24,19 @@ from torchrelay.errors import (
     NotFoundError,
     OperationTimeoutError,
     PeerLostError,
+    ProtocolError,
     TorchRelayError,
     UnavailableError,
     from_json,
 )
-from torchrelay.switching._tensors import HEADER, check_tensors, decode, encode, parse_body
+from torchrelay.switching._tensors import (
+    HEADER,
+    TensorEntry,
+    check_tensors,
+    decode,
+    encode,
+    parse_body,
+)
 
 __all__ = ["Client"]
 
@@ -57,13 +65,13 @@ class Client(Resource):
         Args:
             api_key: the server's key, if it has one.
             timeout_s: the most to wait for the server's answer.
-            ssl_context: for an ``https`` URL, that of a proxy; default: the system's authorities.
+            ssl_context: for an ``https`` URL; default: the system's authorities.
         """
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ArgumentError(
-                f"{url!r} is not the address of a server; write http://HOST:PORT, or https:// if a "
-                "proxy with TLS is in front of it"
+                f"{url!r} is not the address of a server; write http://HOST:PORT, or https:// if "
+                "it serves TLS"
             )
         self.url = url
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
@@ -99,20 +107,20 @@ class Client(Resource):
         if deadline_s is not None and deadline_s != math.inf:
             if not deadline_s >= 0:
                 raise ArgumentError(f"deadline_s={deadline_s}: it must be a number of seconds >= 0")
-            parameters["timeout"] = int(deadline_s * 1e6)
+            parameters["timeout"] = max(1, int(deadline_s * 1e6))  # 0 is no limit
         header = json.dumps({"inputs": entries, "parameters": parameters}).encode()
         path = f"/v2/models/{quote(name, safe='')}/infer"
         headers = {HEADER: str(len(header)), "Content-Type": "application/octet-stream"}
         body, length = self._request("POST", path, b"".join([header, *raw]), headers)
         answer, rest = parse_body(body, length)
-        return decode(answer.get("outputs"), rest)
+        return decode(_entries(answer.get("outputs")), rest)
 
     def models(self) -> dict[str, str]:
         """Return the state ("READY", "LOADING", "UNAVAILABLE") of every model the server knows."""
         return {one["name"]: one["state"] for one in self._json("POST", "/v2/repository/index")}
 
     def metadata(self, name: str) -> dict[str, Any]:
-        """Return the model's versions and inputs."""
+        """Return the model's versions, inputs and outputs."""
         return dict(self._json("GET", f"/v2/models/{quote(name, safe='')}"))
 
     def load(self, name: str) -> None:
@@ -184,6 +192,26 @@ class Client(Resource):
                 if is_new:
                     raise
                 is_new = True
+
+
+def _entries(outputs: object) -> list[TensorEntry]:
+    """Return the tensors that an answer describes."""
+    try:
+        return [
+            TensorEntry(
+                one["name"],
+                one["datatype"],
+                list(map(int, one["shape"])),
+                one.get("data"),
+                (one.get("parameters") or {}).get("binary_data_size"),
+            )
+            for one in outputs  # type: ignore[attr-defined]
+        ]
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        raise ProtocolError(
+            f"the server's answer is not of the Open Inference Protocol: its outputs are "
+            f"{str(outputs)[:200]}"
+        ) from error
 
 
 def _error(status: int, data: bytes) -> TorchRelayError:

@@ -9,8 +9,8 @@ import torch
 
 from torchrelay.errors import ConfigError
 from torchrelay.switching import InputSpec
-from torchrelay.switching._models_file import ModelsFile
 from torchrelay.switching._profile import Layer, Output, Profile, load_profile, save_profile
+from torchrelay.switching.http._models_file import ModelsFile
 
 INPUT = 'inputs = [{ name = "x", datatype = "FP32", shape = [-1, 64] }]'
 MODEL = f'[models.m]\nfactory = "folder/file.py:make"\n{INPUT}\n'
@@ -47,19 +47,32 @@ def test_an_input_may_have_an_example(tmp_path: Path) -> None:
     [
         ("", "has no models"),
         ("[models", "cannot be read: "),
-        (f"{MODEL}[other]\n", "the unknown key other"),
-        ("models = 1\n", "models = 1: must be a table"),
-        ("[models]\nm = 1\n", r"\[models.m\] must be a table"),
-        ('[models.m]\nfactory = "a:b"\n', "needs factory, a string, and inputs"),
-        (f"{MODEL}seed = 1.5\n", "seed = 1.5: must be an integer"),
-        (f"{MODEL}code = 1\n", "the unknown key code"),
+        (f"{MODEL}[other]\n", "unknown field `other`"),
+        ("models = 1\n", "models: Expected `object`, got `int`"),
+        ("[models]\nm = 1\n", r"\[models.m\] Expected `object`, got `int`"),
+        ('[models.m]\nfactory = "a:b"\n', "missing required field `inputs`"),
+        (f"{MODEL}seed = 1.5\n", "seed: Expected `int`, got `float`"),
+        (f"{MODEL}code = 1\n", "unknown field `code`"),
         (MODEL.replace("FP32", "FP31"), "datatype 'FP31' is not served"),
-        (MODEL.replace("name =", "nam ="), "inputs has the unknown key nam"),
-        (MODEL.replace('name = "x", ', ""), "'name'; write"),
+        (MODEL.replace("name =", "nam ="), r"inputs\[0\]: Object contains unknown field `nam`"),
+        (MODEL.replace('name = "x", ', ""), r"inputs\[0\]: Object missing required field `name`"),
         (MODEL.replace("[-1, 64]", "[-2, 64]"), "each size must be an integer of at least 0, or"),
-        (MODEL.replace("[-1, 64]", "[-1, 6.4]"), "each size must be an integer"),
+        (MODEL.replace("[-1, 64]", "[-1, 6.4]"), r"shape\[1\]: Expected `int`, got `float`"),
         (MODEL.replace("64] }", "64], example = [1] }"), r"\(1,\) does not fit the shape \(-1, 64"),
-        (MODEL.replace("64] }", "64], example = 1 }"), "example = 1: must be a list"),
+        (
+            MODEL.replace("64] }", "64], example = 1 }"),
+            r"example: Expected `array \| null`, got `int`",
+        ),
+        (MODEL.replace("inputs = [", "inputs = [" + INPUT[10:-1] + ", "), "'x' appears twice"),
+        (MODEL.replace('"x"', '""'), "an input has an empty name"),
+        (MODEL.replace(INPUT, "inputs = []"), "name at least one"),
+        (f"{MODEL}max_batch_size = -1\n", "max_batch_size: Expected `int` >= 0"),
+        (f"{MODEL}keep_s = -1\n", "keep_s: Expected `float` >= 0.0"),
+        (f'{MODEL}load = "later"\n', "load: "),
+        *(
+            (MODEL.replace("[models.m]", f'[models."{name}"]'), "not a valid name of a model")
+            for name in ("", ".", "..", "a/b", "a b", "a\\u0000", "a\\nb", "%2e%2e")
+        ),
         (f"[server]\nport = -1\n{MODEL}", "must be at least 0"),
         (f'[server]\nport = "80"\n{MODEL}', "must be of type int"),
         (f"[server]\nprot = 80\n{MODEL}", "the unknown key prot"),
@@ -68,6 +81,29 @@ def test_an_input_may_have_an_example(tmp_path: Path) -> None:
 def test_mistakes_are_named(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         read(tmp_path, text)
+
+
+def test_a_folder_of_files_is_read_as_one(tmp_path: Path) -> None:
+    """Each file's paths are relative to its own folder; all have one table [server]."""
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        text = MODEL.replace("models.m", f"models.{name}") + 'load = "request"\nkeep_s = 60\n'
+        (tmp_path / name / "models.toml").write_text(text)
+    (tmp_path / "server.toml").write_text("[server]\nport = 9000\n")
+    file = ModelsFile.read(tmp_path)
+    assert sorted(file.models) == ["first", "second"] and file.server.port == 9000
+    entry = file.models["second"]
+    assert entry.arguments["factory"] == f"{tmp_path.resolve()}/second/folder/file.py:make"
+    assert (entry.load, entry.keep_s) == ("request", 60.0)
+    (tmp_path / "first" / "more.toml").write_text(MODEL.replace("models.m", "models.second"))
+    with pytest.raises(ConfigError, match=r"both have a model 'second'"):
+        ModelsFile.read(tmp_path)
+    (tmp_path / "first" / "more.toml").write_text("[server]\nport = 1\n")
+    with pytest.raises(ConfigError, match=r"both have a table \[server\]; keep one"):
+        ModelsFile.read(tmp_path)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match=r"has no files \*\.toml"):
+        ModelsFile.read(tmp_path / "empty")
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:

@@ -1,0 +1,206 @@
+"""The ASGI application: checks, paths, errors as documented statuses, and the access log."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from concurrent.futures import CancelledError
+
+from torchrelay.config import Switching
+from torchrelay.errors import (
+    ArgumentError,
+    CapacityError,
+    ConfigError,
+    DataError,
+    NotFoundError,
+    OperationTimeoutError,
+    OverloadedError,
+    TorchRelayError,
+    UnavailableError,
+    UnsupportedError,
+)
+from torchrelay.switching._store import ModelStore
+from torchrelay.switching._switcher import Switcher
+from torchrelay.switching.http._endpoints import Endpoints
+from torchrelay.switching.http._guard import Guard
+from torchrelay.switching.http._messages import (
+    DisconnectedError,
+    HttpError,
+    Limits,
+    Receive,
+    Request,
+    Response,
+    Scope,
+    Send,
+    json_of,
+)
+from torchrelay.switching.http._models_file import ModelEntry
+from torchrelay.switching.http._repository import Repository
+
+__all__ = ["Application"]
+
+_log = logging.getLogger("torchrelay.switching")
+_access_log = logging.getLogger("torchrelay.switching.access")
+
+_HEADER_BYTES = 1 << 20  # JSON around the tensors of a request
+_STATUS = {
+    ArgumentError: 400,
+    ConfigError: 400,
+    DataError: 400,
+    UnsupportedError: 400,
+    NotFoundError: 404,
+    CapacityError: 413,
+    OverloadedError: 429,
+    UnavailableError: 503,
+    OperationTimeoutError: 504,
+}
+# What is answered while the server ends: others see that it does.
+_ALWAYS = ("/v2/health/live", "/v2/health/ready", "/metrics", "/status.json", "/")
+
+Endpoint = Callable[..., Awaitable[Response]]
+
+
+class Application:
+    """The endpoints over one switcher, as an ASGI application."""
+
+    def __init__(
+        self,
+        switcher: Switcher,
+        store: ModelStore,
+        entries: dict[str, ModelEntry],
+        settings: Switching,
+    ) -> None:
+        """Serve `switcher` and `store`, which the caller closes.
+
+        Args:
+            entries: the models that clients may load by name, if `settings` allow it.
+        """
+        self.limits = Limits(settings.request_bytes + _HEADER_BYTES)
+        self.repository = Repository(switcher, store, entries)
+        self._guard = Guard(settings)
+        self._logs_access = settings.access_log
+        calls = Endpoints(switcher, self.repository, self.limits, settings.repository_control)
+        model = "/v2/models/(?P<name>[^/]+)(?:/versions/(?P<version>[^/]+))?"
+        control = "/v2/repository/models/(?P<name>[^/]+)"
+        routes: list[tuple[str, dict[str, Endpoint]]] = [
+            (model + "/infer", {"POST": calls.infer}),
+            ("/", {"GET": calls.page}),
+            (r"/status\.json", {"GET": calls.status}),
+            ("/metrics", {"GET": calls.metrics}),
+            ("/v2", {"GET": calls.server_metadata}),
+            ("/v2/health/live", {"GET": calls.live}),
+            ("/v2/health/ready", {"GET": calls.ready}),
+            ("/v2/models", {"GET": calls.models}),
+            (model, {"GET": calls.metadata}),
+            (model + "/ready", {"GET": calls.model_ready}),
+            (model + "/stats", {"GET": calls.statistics}),
+            (model + "/config", {"GET": calls.config}),
+            ("/v2/repository/index", {"GET": calls.index, "POST": calls.index}),
+            (control + "/load", {"POST": calls.load}),
+            (control + "/unload", {"POST": calls.unload}),
+        ]
+        self._routes = [(re.compile(path), endpoints) for path, endpoints in routes]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request."""
+        if scope["type"] != "http":
+            raise UnsupportedError(f"{scope['type']} is not served")
+        request, start = Request(scope, receive), time.perf_counter()
+        try:
+            try:
+                response = await self._answer(request)
+            except Exception as error:
+                response = self._error(request, error)
+            if self.limits.is_full_for(len(response.body)):
+                response = self._error(request, self.limits.overload())
+            self.limits.held_bytes -= request.held_bytes
+            request.held_bytes = 0
+            if self._logs_access:
+                self._log_access(request, response.status, time.perf_counter() - start)
+            await self._send(request, response, send)
+        except (asyncio.CancelledError, DisconnectedError):
+            return  # the client has gone, or the server's last grace has passed
+        finally:
+            self.limits.held_bytes -= request.held_bytes
+
+    async def _answer(self, request: Request) -> Response:
+        if request.refusal is not None:
+            raise request.refusal
+        self._guard.check(request)
+        request.check_length(self.limits)
+        method, path = request.method, request.path
+        for pattern, endpoints in self._routes:
+            match = pattern.fullmatch(path)
+            if match is None:
+                continue
+            if self.limits.is_ending and path not in _ALWAYS:
+                raise UnavailableError("the server is shutting down; ask another one")
+            endpoint = endpoints.get("GET" if method == "HEAD" else method)
+            if endpoint is not None:
+                return await endpoint(request, **match.groupdict(""))
+            allowed = [*endpoints, *(["HEAD"] if "GET" in endpoints else []), "OPTIONS"]
+            headers = {"Allow": ", ".join(allowed)}
+            if method == "OPTIONS":
+                return Response(b"", 204, headers=headers)
+            raise HttpError(405, f"{path} does not accept {method}", headers)
+        raise HttpError(404, f"the server has no path {path}")
+
+    def _error(self, request: Request, error: Exception) -> Response:
+        """Return the response to a request that caused `error`."""
+        if isinstance(error, DisconnectedError):
+            raise error
+        if isinstance(error, HttpError):
+            return json_of({"error": str(error)}, error.status, error.headers)
+        if isinstance(error, CancelledError):
+            error = UnavailableError("the server ends")
+        if isinstance(error, TorchRelayError):
+            code = next((code for kind, code in _STATUS.items() if isinstance(error, kind)), 500)
+            headers = {"Retry-After": "1"} if code in (429, 503) else None
+            return json_of({"error": str(error), "type": type(error).__name__}, code, headers)
+        _log.error("%s %s failed", request.method, request.path, exc_info=error)
+        return json_of({"error": f"the server failed: {type(error).__name__}: {error}"}, 500)
+
+    async def _send(self, request: Request, response: Response, send: Send) -> None:
+        headers = {
+            "content-type": response.content_type,
+            "content-length": str(len(response.body)),
+            **response.headers,
+            **self._guard.headers(request),
+        }
+        if response.status == 204:
+            del headers["content-type"], headers["content-length"]
+        if self.limits.is_ending or request.refusal is not None:
+            headers["connection"] = "close"
+        elif request.is_old and request.headers.get("connection", "").lower() == "keep-alive":
+            headers["connection"] = "keep-alive"
+        fields = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
+        await send({"type": "http.response.start", "status": response.status, "headers": fields})
+        await send({"type": "http.response.body", "body": response.body})
+
+    def _log_access(self, request: Request, status: int, seconds: float) -> None:
+        scope = request.scope
+        host, port = scope.get("client") or ("-", 0)
+        path = scope.get("raw_path", b"").decode("latin-1")  # quoted: nobody writes lines of a log
+        _access_log.info(
+            '%s:%d "%s %s HTTP/%s" %d %.3f ms',
+            host,
+            port,
+            request.method,
+            path,
+            scope["http_version"],
+            status,
+            1e3 * seconds,
+        )
+
+
+def log_access() -> None:
+    """Write the access log to standard error."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    _access_log.addHandler(handler)
+    _access_log.setLevel(logging.INFO)
+    _access_log.propagate = False

@@ -1,0 +1,363 @@
+"""The endpoints: the Open Inference Protocol v2 with Triton's extensions, `/metrics`, and a status
+page.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import Counter, defaultdict
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import torch
+
+from torchrelay import __version__
+from torchrelay.errors import (
+    ArgumentError,
+    ModelError,
+    NotFoundError,
+    TorchRelayError,
+    UnsupportedError,
+)
+from torchrelay.switching._profile import Output
+from torchrelay.switching._queue import Reply
+from torchrelay.switching._store import naming
+from torchrelay.switching._switcher import Switcher
+from torchrelay.switching._tensors import HEADER, datatype_of, decode, encode
+from torchrelay.switching.http._messages import HttpError, Limits, Request, Response, json_of
+from torchrelay.switching.http._metrics import ServerMetrics
+from torchrelay.switching.http._repository import Repository
+from torchrelay.switching.http._schema import (
+    InferRequest,
+    LoadRequest,
+    ReadyFilter,
+    UnloadRequest,
+    parse,
+)
+
+__all__ = ["Endpoints"]
+
+T = TypeVar("T")
+
+_encode = msgspec.json.Encoder().encode
+_PAGE = Path(__file__).with_name("status.html")
+_EXTENSIONS = ["binary_tensor_data", "model_repository", "statistics", "model_configuration"]
+
+
+class Endpoints:
+    """One method for each path, which returns the response or raises its error."""
+
+    def __init__(
+        self, switcher: Switcher, repository: Repository, limits: Limits, is_controlled: bool
+    ) -> None:
+        self._switcher = switcher
+        self._repository = repository
+        self._limits = limits
+        self._is_controlled = is_controlled
+        self._metrics = ServerMetrics(switcher)
+        self._statistics: dict[str, _Statistics] = defaultdict(_Statistics)
+        self._page = _PAGE.read_bytes()
+
+    async def page(self, _: Request) -> Response:
+        return Response(self._page, content_type="text/html; charset=utf-8")
+
+    async def status(self, _: Request) -> Response:
+        return json_of(self._switcher.status())
+
+    async def metrics(self, _: Request) -> Response:
+        body, content_type = self._metrics.render()
+        return Response(body, content_type=content_type)
+
+    async def server_metadata(self, _: Request) -> Response:
+        return json_of({"name": "torchrelay", "version": __version__, "extensions": _EXTENSIONS})
+
+    async def live(self, _: Request) -> Response:
+        is_live = self._switcher.failure is None
+        return json_of({"live": is_live}, 200 if is_live else 503)
+
+    async def ready(self, _: Request) -> Response:
+        """Return status 200 if every loaded model can answer, and the server does not end."""
+        names, known = self._switcher.models(), self._repository
+        is_used = bool(names) or any(map(known.is_on_request, known.entries))
+        ready = is_used and all(map(self._switcher.is_ready, names)) and not self._limits.is_ending
+        return json_of({"ready": ready}, 200 if ready else 503)
+
+    async def models(self, _: Request) -> Response:
+        return json_of({"models": self._repository.names()})
+
+    async def model_ready(self, _: Request, name: str, version: str) -> Response:
+        self._repository.describe(name, version)
+        ready = self._repository.is_ready(name) and not self._limits.is_ending
+        return json_of({"name": name, "ready": ready}, 200 if ready else 503)
+
+    async def metadata(self, _: Request, name: str, version: str) -> Response:
+        if name == "stats" and not version and name not in self._repository.names():
+            return self._all_statistics()  # Triton's path for those of every model
+        model = self._repository.describe(name, version)
+        return json_of(
+            {
+                "name": name,
+                "versions": [model.version] if model.version else [],
+                "platform": "pytorch_torchrelay",
+                "inputs": [
+                    {"name": one.name, "datatype": datatype_of(one.dtype), "shape": [*one.shape]}
+                    for one in model.inputs
+                ],
+                "outputs": [
+                    {"name": one.name, "datatype": _datatype(one), "shape": [-1] * one.dimensions}
+                    for one in model.outputs
+                ],
+            }
+        )
+
+    async def config(self, _: Request, name: str, version: str) -> Response:
+        """Return the model's configuration in Triton's form."""
+        model = self._repository.describe(name, version)
+        inputs = [(one.name, datatype_of(one.dtype), [*one.shape]) for one in model.inputs]
+        outputs = [(one.name, _datatype(one), [-1] * one.dimensions) for one in model.outputs]
+        # With batches, Triton's dims are those of a row.
+        first = 1 if model.max_batch_size else 0
+        tensors = [
+            [
+                {"name": key, "data_type": f"TYPE_{kind}", "dims": dims[first:]}
+                for key, kind, dims in one
+            ]
+            for one in (inputs, outputs)
+        ]
+        return json_of(
+            {
+                "name": name,
+                "platform": "pytorch_torchrelay",
+                "backend": "torchrelay",
+                "max_batch_size": model.max_batch_size,
+                "input": tensors[0],
+                "output": tensors[1],
+            }
+        )
+
+    async def statistics(self, _: Request, name: str, version: str) -> Response:
+        found = self._repository.describe(name, version).version
+        return json_of({"model_stats": [self._statistics[name].as_json(name, found)]})
+
+    def _all_statistics(self) -> Response:
+        found = []
+        for name in self._repository.names():
+            version = self._repository.describe(name).version if self._is_known(name) else ""
+            found.append(self._statistics[name].as_json(name, version))
+        return json_of({"model_stats": found})
+
+    def _is_known(self, name: str) -> bool:
+        try:
+            return bool(self._repository.describe(name))
+        except NotFoundError:  # of the file, and not loaded
+            return False
+
+    async def infer(self, request: Request, name: str, version: str) -> Response:
+        # First, so that a body for a model that is not there is not read.
+        self._repository.describe(name, version)
+        if request.headers.get("content-encoding", "identity") != "identity":
+            raise HttpError(415, "compressed bodies are not served; send the body as it is")
+        started, statistics = time.monotonic(), self._statistics[name]
+        body = await request.body(self._limits)
+        self._repository.started(name)
+        try:
+            with _of_model(name):
+                asked, raw = parse(InferRequest, body, request.headers.get(HEADER.lower()))
+                inputs = decode([one.entry for one in asked.inputs], raw)
+                del body, raw  # copied: while the request waits, its inputs are kept once
+                given = asked.parameters
+                timeout = None if given is None else given.timeout
+                deadline_s = timeout * 1e-6 if timeout else None  # 0 is no limit
+                await self._repository.prepare(name, deadline_s)
+                if deadline_s is not None:
+                    deadline_s = max(0.0, deadline_s - (time.monotonic() - started))
+                priority = (given and given.priority) or 0
+                reply = await awaited(
+                    self._switcher.submit(
+                        name, inputs, copy=False, priority=priority, deadline_s=deadline_s
+                    )
+                )
+                response = _reply(asked, reply, version)
+        except TorchRelayError:
+            statistics.add_failure(time.monotonic() - started)
+            raise
+        finally:
+            self._repository.ended(name)
+        statistics.add(reply, time.monotonic() - started)
+        return response
+
+    async def index(self, request: Request) -> Response:
+        wants_ready = (await self._asked(request, ReadyFilter)).ready
+        loaded, repository = self._switcher.models(), self._repository
+        models = []
+        for name in repository.names():
+            is_ready, error = self._switcher.is_ready(name), self._switcher.failure_of(name)
+            is_loading = name in loaded and error is None
+            state = "READY" if is_ready else "LOADING" if is_loading else "UNAVAILABLE"
+            reason = str(error or "")
+            if name not in loaded and repository.is_on_request(name):
+                reason = "is loaded at its first request"
+            if is_ready or not wants_ready:
+                version = repository.describe(name).version if self._is_known(name) else ""
+                entry = {"name": name, "version": version, "state": state}
+                models.append({**entry, "reason": reason})
+        return json_of(models)
+
+    async def load(self, request: Request, name: str) -> Response:
+        """Load or reload a model of the models file; parameters are refused."""
+        self._check_control()
+        await self._asked(request, LoadRequest)
+        await asyncio.shield(awaited(self._repository.load(name)))
+        return json_of({})
+
+    async def unload(self, request: Request, name: str) -> Response:
+        self._check_control()
+        await self._asked(request, UnloadRequest)
+        self._repository.unload(name)
+        return json_of({})
+
+    def _check_control(self) -> None:
+        if not self._is_controlled:
+            raise HttpError(
+                403,
+                "clients may not load or unload models; start the server with --repository-control",
+            )
+
+    async def _asked(self, request: Request, kind: type[T]) -> T:
+        """Return the JSON object of a body that may be empty."""
+        return parse(kind, await request.body(self._limits) or b"{}", None)[0]
+
+
+class _Statistics:
+    """What Triton's statistics extension reports of one model, in ns."""
+
+    def __init__(self) -> None:
+        self.last_ms = 0
+        self.counts: Counter[str] = Counter()
+        self.ns: Counter[str] = Counter()
+
+    def add(self, reply: Reply, seconds: float) -> None:
+        self.last_ms = int(time.time() * 1e3)
+        parts = {"queue": reply.queue_s, "compute_infer": reply.compute_s}
+        parts |= {"compute_input": reply.switch_s, "success": seconds}
+        for part, part_s in parts.items():
+            self.counts[part] += 1
+            self.ns[part] += int(part_s * 1e9)
+
+    def add_failure(self, seconds: float) -> None:
+        self.counts["fail"] += 1
+        self.ns["fail"] += int(seconds * 1e9)
+
+    def as_json(self, name: str, version: str) -> dict[str, Any]:
+        kinds = ["success", "fail", "queue", "compute_input", "compute_infer", "compute_output"]
+        kinds += ["cache_hit", "cache_miss"]
+        count = self.counts["success"]
+        return {
+            "name": name,
+            "version": version,
+            "last_inference": self.last_ms,
+            "inference_count": count,
+            "execution_count": count,
+            "inference_stats": {
+                kind: {"count": self.counts[kind], "ns": self.ns[kind]} for kind in kinds
+            },
+            "batch_stats": [],
+        }
+
+
+def awaited(future: Future[T]) -> asyncio.Future[T]:
+    """Return a future of this event loop. Usually `future` is completed in the loop's own thread,
+    and nothing needs to wake it.
+    """
+    loop, thread = asyncio.get_running_loop(), threading.get_ident()
+    waiter: asyncio.Future[T] = loop.create_future()
+
+    def finish() -> None:
+        if waiter.done():
+            return
+        error = None if future.cancelled() else future.exception()
+        if future.cancelled():
+            waiter.cancel()
+        elif error is not None:
+            waiter.set_exception(error)
+        else:
+            waiter.set_result(future.result())
+
+    def done(_: object) -> None:
+        if threading.get_ident() == thread:
+            finish()
+        else:
+            loop.call_soon_threadsafe(finish)
+
+    def ended(_: object) -> None:
+        if waiter.cancelled():
+            future.cancel()
+
+    future.add_done_callback(done)
+    waiter.add_done_callback(ended)
+    return waiter
+
+
+def _of_model(name: str) -> Any:
+    return naming(f"model {name!r}", unless=repr(name))
+
+
+def _reply(asked: InferRequest, reply: Reply, version: str) -> Response:
+    """Return the outputs in JSON, but for those that are to be binary."""
+    if version not in ("", str(reply.version)):  # it may have been loaded again
+        raise NotFoundError(f"model {reply.model!r} has version {reply.version}, not {version}")
+    outputs, binary = _outputs(asked, reply)
+    content: dict[str, Any] = {
+        "model_name": reply.model,
+        "model_version": str(reply.version),
+        "parameters": {
+            "queue_ms": round(reply.queue_s * 1e3, 3),
+            "switch_ms": round(reply.switch_s * 1e3, 3),
+            "compute_ms": round(reply.compute_s * 1e3, 3),
+            "copied_bytes": reply.copied_bytes,
+        },
+    }
+    if asked.id is not None:
+        content["id"] = asked.id
+    content["outputs"], raw = encode(outputs, binary)
+    text = _encode(content)
+    if not binary:
+        return Response(text)
+    headers = {HEADER: str(len(text))}
+    return Response(b"".join([text, *raw]), 200, "application/octet-stream", headers)
+
+
+def _outputs(asked: InferRequest, reply: Reply) -> tuple[dict[str, torch.Tensor], set[str]]:
+    """Return the outputs that the request asks for, by default all, and the names of those that
+    travel in binary.
+    """
+    try:
+        for tensor in reply.outputs.values():
+            datatype_of(tensor.dtype)
+    except UnsupportedError as error:
+        raise ModelError(f"an output of model {reply.model!r} cannot be sent: {error}") from error
+    is_binary = bool(asked.parameters and asked.parameters.binary_data_output)
+    if not asked.outputs:
+        return reply.outputs, set(reply.outputs) if is_binary else set()
+    outputs, binary = {}, set()
+    for one in asked.outputs:
+        if one.name not in reply.outputs:
+            names = ", ".join(reply.outputs)
+            raise ArgumentError(f"model {reply.model!r} has no output {one.name!r}; it has {names}")
+        outputs[one.name] = reply.outputs[one.name]
+        wants = None if one.parameters is None else one.parameters.binary_data
+        if is_binary if wants is None else wants:
+            binary.add(one.name)
+    return outputs, binary
+
+
+def _datatype(output: Output) -> str:
+    """Return the protocol's name of the output's dtype, or torch's where it has none."""
+    try:
+        return datatype_of(getattr(torch, output.dtype))
+    except UnsupportedError:
+        return output.dtype

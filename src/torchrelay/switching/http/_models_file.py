@@ -1,0 +1,167 @@
+"""`models.toml`, the configuration of `torchrelay serve`, or a folder of such files."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from torchrelay.config import Switching, load
+from torchrelay.errors import ConfigError, TorchRelayError
+from torchrelay.switching._store import InputSpec, ModelStore, check_name
+from torchrelay.switching._tensors import dtype_of
+from torchrelay.switching.http._schema import sentence
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+__all__ = ["ModelEntry", "ModelsFile"]
+
+_Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class _Input(msgspec.Struct, forbid_unknown_fields=True):
+    name: str
+    datatype: str
+    shape: list[int]
+    example: list[int] | None = None
+
+
+class _Model(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    """A table `[models.NAME]`."""
+
+    factory: str
+    inputs: list[_Input]
+    kwargs: dict[str, Any] = {}
+    weights: str = ""
+    weights_prefix: str = ""
+    seed: int = 0
+    priority: int = 0
+    load: bool | Literal["request"] = True
+    keep_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    max_batch_size: _Count = 0
+    max_delay_us: _Count = 0
+
+
+class _File(msgspec.Struct, forbid_unknown_fields=True):
+    server: dict[str, Any] = {}
+    models: dict[str, _Model] = {}
+
+
+@dataclass(frozen=True)
+class ModelEntry:
+    """One table `[models.NAME]`."""
+
+    name: str
+    arguments: dict[str, Any]  # of ModelStore.add
+    priority: int = 0
+    load: bool | str = True  # at the start; "request": at the first request
+    keep_s: float = 0.0  # unload it after so long without a request; 0: never
+
+    def add_to(self, store: ModelStore) -> None:
+        """Build the model into `store`, in place of an older one."""
+        store.add(self.name, **self.arguments, replace=True)
+
+
+@dataclass(frozen=True)
+class ModelsFile:
+    """A parsed file, or a folder of such files. Paths and imports in a file are relative to its
+    folder. Variables ``TORCHRELAY_SWITCHING_*`` override its table ``[server]``.
+    """
+
+    folder: Path
+    server: Switching
+    models: dict[str, ModelEntry]
+    folders: tuple[Path, ...] = field(default=())  # of all files, where their imports are found
+
+    @classmethod
+    def read(cls, path: Path) -> ModelsFile:
+        """Read and check `path`: a file, or a folder, whose files ``*.toml`` and ``*/*.toml`` are
+        read as one.
+
+        Raises:
+            ConfigError: it cannot be read, or something in it is unknown or wrong.
+        """
+        files = sorted([*path.glob("*.toml"), *path.glob("*/*.toml")]) if path.is_dir() else [path]
+        if not files:
+            raise ConfigError(f"{path} has no files *.toml or */*.toml, which describe models")
+        models: dict[str, ModelEntry] = {}
+        origins: dict[str, Path] = {}
+        server: tuple[Path, dict[str, Any]] | None = None
+        for file in files:
+            table = _parsed(file)
+            if table.server and server is not None:
+                raise ConfigError(f"{file} and {server[0]} both have a table [server]; keep one")
+            if table.server:
+                server = file, table.server
+            for name, model in table.models.items():
+                if name in models:
+                    raise ConfigError(f"{file} and {origins[name]} both have a model {name!r}")
+                models[name], origins[name] = _entry(file, name, model), file
+        if not models:
+            raise ConfigError(f"{path} has no models: add a table [models.NAME]")
+        origin, given = server or (path, {})
+        settings = load(Switching, file=given, origin=f"{origin}: [server]")
+        folders = tuple(dict.fromkeys(file.resolve().parent for file in files))
+        return cls(folders[0], settings, models, folders)
+
+
+def _parsed(file: Path) -> _File:
+    try:
+        table = tomllib.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} cannot be read: {error}") from error
+    models = table.get("models")
+    models = models if isinstance(models, dict) else {}
+    for name in models:
+        try:
+            check_name(name)
+        except TorchRelayError as error:
+            raise ConfigError(f"{file}: [models]: {error}") from error
+    try:
+        return msgspec.convert(table, _File)
+    except msgspec.ValidationError as error:
+        text = sentence(error)
+        for name, model in models.items():  # the error does not say which
+            try:
+                msgspec.convert(model, _Model)
+            except msgspec.ValidationError as inner:
+                raise ConfigError(f"{file}: [models.{name}] {sentence(inner)}") from error
+        raise ConfigError(f"{file}: {text}") from error
+
+
+def _entry(file: Path, name: str, model: _Model) -> ModelEntry:
+    where, folder = f"{file}: [models.{name}]", file.resolve().parent
+    own = ("inputs", "priority", "load", "keep_s")
+    given = {key: value for key, value in msgspec.to_builtins(model).items() if key not in own}
+    module, colon, function = model.factory.rpartition(":")
+    if module.endswith(".py"):
+        given["factory"] = f"{folder / module}{colon}{function}"
+    if model.weights:
+        given["weights"] = folder / model.weights
+    inputs: dict[str, InputSpec] = {}
+    for one in model.inputs:
+        if one.name in inputs:
+            raise ConfigError(f"{where} inputs: {one.name!r} appears twice")
+        inputs[one.name] = _input(f"{where} inputs", one)
+    if not inputs:
+        raise ConfigError(f"{where} inputs: name at least one")
+    given["inputs"] = inputs
+    return ModelEntry(name, given, model.priority, model.load, model.keep_s)
+
+
+def _input(where: str, one: _Input) -> InputSpec:
+    try:
+        if not one.name:
+            raise ConfigError("an input has an empty name")
+        example = None if one.example is None else tuple(one.example)
+        return InputSpec(one.name, dtype_of(one.datatype), tuple(one.shape), example)
+    except TorchRelayError as error:
+        raise ConfigError(
+            f'{where}: {error}; write {{name = "x", datatype = "FP32", shape = [-1, 64]}}'
+        ) from error
