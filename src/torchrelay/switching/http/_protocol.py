@@ -26,6 +26,7 @@ __all__ = ["REQUEST_TIMEOUT_S", "Connection"]
 #: Proxies keep idle connections for 60 s; if the server gave up first, it would lose requests.
 REQUEST_TIMEOUT_S = 75.0
 _HEAD_BYTES = 64 << 10
+_CONTINUE = b"HTTP/1.1 100 "
 _PROBE_S = 5  # between the kernel's probes of whether a half-closed client still exists
 
 
@@ -48,6 +49,7 @@ class Connection(HttpToolsProtocol):
         self._unsent_bytes = 0  # when the client was last looked at
         self._blocked_bytes = 0  # of an answer that the client does not read
         self._task: asyncio.Task[None] | None = None
+        self._running: _Answering | None = None  # of the request that is being answered
 
     # --- what the transport calls
 
@@ -152,7 +154,6 @@ class Connection(HttpToolsProtocol):
             self.waits_since = time.monotonic()
         super().on_headers_complete()
         self._is_reading = True
-        self.cycle.transport = _Answering(self)  # type: ignore[assignment]
         if is_too_long:
             self._refuse(_too_long())
         if self.parser.get_http_version() == "1.0":
@@ -182,12 +183,15 @@ class Connection(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
         self._note_waiting()
+        cycle.transport = self._running = _Answering(self)
         self._task = task = self.loop.create_task(cycle.run_asgi(app))
         task.add_done_callback(self.tasks.discard)
         self.tasks.add(task)
 
     def on_response_complete(self) -> None:
         self.waits_since, self._unsent_bytes = time.monotonic(), 0
+        if self._running is not None:
+            self._running.flush()  # of HEAD
         if self._is_discarding:
             return
         super().on_response_complete()
@@ -262,14 +266,28 @@ class _Flow(FlowControl):
 
 
 class _Answering:
-    """The transport of an answer: closes the connection gently."""
+    """The transport of an answer: sends its head with its body, as each sending wakes the client,
+    and closes the connection gently.
+    """
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
-        self.write = connection.transport.write
+        self._head = b""
         self.is_closing = connection.transport.is_closing
 
+    def write(self, data: bytes) -> None:
+        if not self._head and data.startswith(b"HTTP/1.1 ") and not data.startswith(_CONTINUE):
+            self._head = data
+        else:
+            self._connection.transport.write(self._head + data)
+            self._head = b""
+
+    def flush(self) -> None:
+        if self._head:
+            self.write(b"")
+
     def close(self) -> None:
+        self.flush()
         self._connection.close_gently()
 
 

@@ -65,8 +65,8 @@ class Caller:
 
         asyncio.run(self.app(scope, receive, send))
         start, content = sent
-        fields = {name.decode(): value.decode() for name, value in start["headers"]}
-        return Response(content["body"], start["status"], headers=fields)
+        got = {name.decode(): value.decode() for name, value in start["headers"]}
+        return Response(content["body"], start["status"], headers=got)
 
     def status(self, method: str, path: str, **headers: str) -> int:
         return self.call(method, path, headers).status
@@ -219,13 +219,18 @@ def test_unfinished_bodies_take_a_bounded_memory(
     serve(app, client)
 
 
+def _pending(replies: list[Future[Reply]]) -> Future[Reply]:
+    replies.append(Future())
+    return replies[-1]
+
+
 def test_requests_that_are_not_answered_take_a_bounded_memory(
     store: ModelStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_app, "_HEADER_BYTES", 0)
     monkeypatch.setattr(_messages, "_SMALL_BODY_BYTES", 100)
     caller, replies = Caller(store, request_bytes=1000), list[Future[Reply]]()
-    caller.switcher.submit = lambda name, inputs, **options: replies.append(Future()) or replies[-1]
+    caller.switcher.submit = lambda name, inputs, **options: _pending(replies)
     body = b'{"inputs": []}'.ljust(900)
     head = b"POST /v2/models/chain/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: 900\r\n\r\n"
 
@@ -269,7 +274,7 @@ def test_a_body_that_is_too_large_is_refused_before_it_is_sent(store: ModelStore
 def test_a_server_that_ends_answers_what_runs_and_refuses_the_rest(store: ModelStore) -> None:
     """Meanwhile it still accepts connections, and says that it is not ready."""
     caller, replies = Caller(store), list[Future[Reply]]()
-    caller.switcher.submit = lambda name, inputs, **options: replies.append(Future()) or replies[-1]
+    caller.switcher.submit = lambda name, inputs, **options: _pending(replies)
     caller.switcher.models = lambda: ("chain",)
     caller.switcher.is_ready = lambda name: True
     infer = (
