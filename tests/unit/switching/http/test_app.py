@@ -38,7 +38,8 @@ class Caller:
             is_ready=lambda name: False,
             failure_of=lambda name: None,
         )
-        self.app = _app.Application(self.switcher, store, {"chain": ENTRY}, Switching(**settings))
+        fake: Any = self.switcher
+        self.app = _app.Application(fake, store, {"chain": ENTRY}, Switching(**settings))
 
     def call(
         self,
