@@ -9,6 +9,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections import deque
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -389,3 +391,70 @@ def terminating() -> Chain:
     child.terminate()
     assert child.wait() == -signal.SIGTERM
     return Chain()
+
+
+_tables: dict[int, torch.Tensor] = {}
+
+
+class _Holder:
+    __slots__ = ("table",)
+
+    table: torch.Tensor
+
+
+@functools.lru_cache
+def _table(size: int) -> torch.Tensor:
+    return torch.sin(torch.arange(float(size)))
+
+
+def forget_tables() -> None:
+    """Empty what models keep outside of themselves."""
+    _tables.clear()
+    _table.cache_clear()
+
+
+class _Scaled(nn.Module):
+    """A layer, and a table that is no attribute of it."""
+
+    def __init__(self, keep: Callable[[], Callable[[], torch.Tensor]]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.table = keep()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.layer(x) * self.table()
+        return y
+
+
+def in_a_global() -> nn.Module:
+    def keep() -> Callable[[], torch.Tensor]:
+        if 4 not in _tables:
+            _tables[4] = torch.cos(torch.arange(4.0))
+        return lambda: _tables[4]
+
+    return _Scaled(keep)
+
+
+def in_a_cache() -> nn.Module:
+    def keep() -> Callable[[], torch.Tensor]:
+        size = len(_table(4))
+        return lambda: _table(size)
+
+    return _Scaled(keep)
+
+
+def in_a_deque() -> nn.Module:
+    def keep() -> Callable[[], torch.Tensor]:
+        tables = deque([torch.rand(4)])
+        return lambda: tables[0]
+
+    return _Scaled(keep)
+
+
+def in_slots() -> nn.Module:
+    def keep() -> Callable[[], torch.Tensor]:
+        holder = _Holder()
+        holder.table = torch.rand(4)
+        return lambda: holder.table
+
+    return _Scaled(keep)

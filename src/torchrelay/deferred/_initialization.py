@@ -51,6 +51,7 @@ def deferred_init(fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R
         note_escapes(births.lives, result)
     except BaseException:
         session.close(done=False)
+        note_escapes(births.lives, None)
         raise
     finally:
         births.lives = outer

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import traceback
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
@@ -12,13 +13,16 @@ import torch
 from torchrelay import _telemetry, _torch
 from torchrelay._progress import Progress, tracking
 from torchrelay.deferred._graph import Storage
+from torchrelay.deferred._initialization import deferred_init
 from torchrelay.deferred._modules import (
     OF_EVERY_MODULE,
     PLAIN,
     children_first,
+    escape_count,
     fakes_inside,
     find_escapes,
     own_tensors,
+    take_escapes,
 )
 from torchrelay.deferred._parts import part_of, whole
 from torchrelay.deferred._replay import Replay
@@ -34,7 +38,7 @@ from torchrelay.deferred._shards import (
 from torchrelay.deferred._tensor import FakeTensor, become, replacement
 from torchrelay.errors import ArgumentError, DeferredError, UnsupportedError
 
-__all__ = ["materialize_module", "materialize_tensor"]
+__all__ = ["init_without_escapes", "materialize_module", "materialize_tensor"]
 
 _log = logging.getLogger("torchrelay.deferred")
 
@@ -133,6 +137,26 @@ def _deferred_bytes(places: Iterable[tuple[str, torch.nn.Module]]) -> dict[str, 
         sizes[prefix] = sum(math.prod(fake.shape) * fake.dtype.itemsize for fake in new)
         seen |= fakes.keys()
     return sizes
+
+
+def init_without_escapes(fn: Callable[[], Any]) -> tuple[Any, int]:
+    """Call ``fn()`` as :func:`.deferred_init` does; materialise at once what it keeps outside of
+    its result, in a global, a cache, a closure or any other object, even if it raises.
+
+    Returns:
+        its result, and the number of these tensors.
+    """
+    mark, result, escaped = escape_count(), None, 0
+    try:
+        result = deferred_init(fn)
+    except Exception as error:
+        traceback.clear_frames(error.__traceback__)  # which keep what it has made so far
+        raise
+    finally:
+        for fake in take_escapes(mark):
+            materialize_tensor(fake)
+            escaped += 1
+    return result, escaped
 
 
 def _materialize_escaped() -> None:

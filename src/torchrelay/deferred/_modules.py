@@ -22,8 +22,8 @@ from torch.utils._pytree import tree_leaves
 from torchrelay.deferred._tensor import FakeTensor, Life
 
 __all__ = [
-    "OF_EVERY_MODULE", "PLAIN", "children_first", "fakes_inside", "find_escapes", "note_escapes",
-    "own_tensors",
+    "OF_EVERY_MODULE", "PLAIN", "children_first", "escape_count", "fakes_inside", "find_escapes",
+    "note_escapes", "own_tensors", "take_escapes",
 ]  # fmt: skip
 
 # What torch gives to every module: no attributes of the program.
@@ -89,6 +89,22 @@ def note_escapes(lives: list[weakref.ref[Life]], result: Any) -> None:
     if alive:
         expected = {id(fake._life) for fake in _fakes_of(result)}
         _lives.extend(life for key, life in alive.items() if key not in expected)
+
+
+def escape_count() -> int:
+    """Return a mark for :func:`take_escapes`."""
+    return len(_lives)
+
+
+def take_escapes(since: int) -> list[FakeTensor]:
+    """Return the tensors that have escaped ``since`` a mark and are still alive, whoever keeps
+    them; :func:`find_escapes` does not return them any more.
+    """
+    lives = _lives[since:]
+    del _lives[since:]
+    if any(life() is not None for life in lives):
+        gc.collect()
+    return _alive({id(life()) for life in lives if life() is not None})
 
 
 def find_escapes() -> tuple[list[tuple[str, FakeTensor]], list[FakeTensor]]:

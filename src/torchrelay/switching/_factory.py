@@ -9,12 +9,13 @@ import copy
 import importlib
 import inspect
 import json
+import logging
 import random
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,6 +26,8 @@ import torch
 from torchrelay import _torch
 from torchrelay.errors import ArgumentError, DeferredError, ModelError, UnsupportedError
 from torchrelay.switching._code import Code, capture, run
+
+_log = logging.getLogger("torchrelay.switching")
 
 __all__ = ["Factory", "hidden_tensors", "random_state", "restore_random", "seed_random"]
 
@@ -91,15 +94,22 @@ class Factory:
         return self._checked(self.build())
 
     def build_skeleton(self) -> torch.nn.Module:
-        """Build the module, deferred (without memory for its tensors) where possible."""
-        from torchrelay.deferred import deferred_init  # noqa: PLC0415 - takes a moment to import
+        """Build the module, deferred (without memory for its tensors) where possible: not if it
+        keeps tensors where they cannot be replaced.
+        """
+        from torchrelay.deferred._materialization import (  # noqa: PLC0415 - takes a moment
+            init_without_escapes,
+        )
 
         function = self._resolve()
         # Not every initialisation can be recorded; the eager one always can be run.
         with self._calling(), contextlib.suppress(UnsupportedError, DeferredError):
-            module = self._checked(deferred_init(function))
-            if next(hidden_tensors(module), None) is None:
+            built, escaped = init_without_escapes(function)
+            module = self._checked(built)
+            if not escaped and next(hidden_tensors(module), None) is None:
                 return module
+            if escaped:
+                _warn_of_hidden(self.reference, escaped)
         return self.build_module()
 
     @contextlib.contextmanager
@@ -170,6 +180,17 @@ def _evaluating(module: torch.nn.Module) -> torch.nn.Module:
         for child in module.children():
             _evaluating(child)
         return module
+
+
+@cache
+def _warn_of_hidden(reference: str, count: int) -> None:
+    """Log, once a process, why a model is built with memory."""
+    _log.warning(
+        "%s keeps tensors (%d) outside of its module, in a global, a cache or another object, and "
+        "is therefore built with memory",
+        reference,
+        count,
+    )
 
 
 def _reference_of(function: Callable[..., Any]) -> str:

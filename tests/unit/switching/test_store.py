@@ -57,6 +57,21 @@ def test_a_bound_skeleton_computes_what_the_eager_model_does() -> None:
         assert all(torch.equal(expected[name], got[name]) for name in expected)
 
 
+@pytest.mark.parametrize("name", ["in_a_global", "in_a_cache", "in_a_deque", "in_slots"])
+def test_a_model_that_keeps_a_table_elsewhere_is_built_with_memory(name: str) -> None:
+    x = torch.ones(1, 4)
+    with ModelStore() as store:
+        model = store.add(name, getattr(models, name), inputs={"x": x}, seed=3)
+        models.forget_tables()
+        torch.manual_seed(3)
+        eager = getattr(models, name)().eval()
+        with torch.inference_mode():
+            expected = eager(x)
+            models.forget_tables()
+            for _ in range(2):  # with the tables of the first, too
+                assert torch.equal(bound(model)(x), expected)
+
+
 def test_ties_and_dtypes_are_kept_and_each_storage_is_kept_once() -> None:
     with ModelStore() as store:
         model = store.add("mixed", models.mixed, inputs={"tokens": TOKENS})
