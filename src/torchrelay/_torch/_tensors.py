@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -126,9 +127,8 @@ def is_host_memory(tensor: torch.Tensor) -> bool:
 
 def is_fake(tensor: torch.Tensor) -> bool:
     """Return whether ``tensor`` is one of torch's own fake tensors."""
-    from torch._subclasses.fake_tensor import FakeTensor  # noqa: PLC0415
-
-    return isinstance(tensor, FakeTensor)
+    fakes = sys.modules.get("torch._subclasses.fake_tensor")  # there are none without it
+    return fakes is not None and isinstance(tensor, fakes.FakeTensor)
 
 
 def parse_to(*args: Any, **kwargs: Any) -> tuple[Any, Any, bool, Any]:

@@ -90,13 +90,14 @@ class DispatchingTensor(FakeTensor):
         return dispatch(func, args, kwargs or {})
 
     def __format__(self, spec: str) -> str:
-        if self.dim() == 0 and spec and not isinstance(self, torch.nn.Parameter):
+        is_parameter = isinstance(self, torch.nn.Parameter)
+        if self.dim() == 0 and (spec or self._region.storage.deferred) and not is_parameter:
             return format(self._read("formatting").item(), spec)
-        if self.dim() == 0 and sessions.recording() and self._region.storage.deferred:
-            return format(read_values(self).item())
         return object.__format__(self, spec)
 
     def numpy(self, *, force: bool = False) -> Any:
+        if not sessions.recording():
+            self.refuse("numpy()")
         values = self._read("numpy()").numpy(force=force)
         values.flags.writeable = False  # a write to this copy would be lost
         return values
@@ -126,13 +127,11 @@ class DispatchingTensor(FakeTensor):
         return operators.index(self._number())
 
     def _number(self) -> Any:
-        if not self._region.storage.deferred:
-            self.refuse("a number")
-        values = read_values(self)
+        values = self._read("a number")
         return values.item() if values.numel() == 1 else bool(values)  # raises what torch raises
 
     def _read(self, what: str) -> torch.Tensor:
-        if not self._region.storage.deferred or not sessions.recording():
+        if not self._region.storage.deferred:
             self.refuse(what)
         return read_values(self)
 
@@ -168,6 +167,7 @@ class DispatchingTensor(FakeTensor):
                 record(trunc_normal, operator, args, kwargs, writes=(self._region,))
 
 
+DispatchingTensor.__name__ = DispatchingTensor.__qualname__ = "FakeTensor"  # in errors of others
 FakeTensor.concrete = DispatchingTensor
 
 

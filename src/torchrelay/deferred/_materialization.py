@@ -5,15 +5,15 @@ from __future__ import annotations
 import logging
 import math
 import traceback
-from collections.abc import Callable, Collection, Iterable
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, NoReturn
 
 import torch
 
 from torchrelay import _telemetry, _torch
 from torchrelay._progress import Progress, tracking
 from torchrelay.deferred._graph import Storage
-from torchrelay.deferred._initialization import deferred_init
+from torchrelay.deferred._initialization import deferred_init, is_deferred
 from torchrelay.deferred._modules import (
     OF_EVERY_MODULE,
     PLAIN,
@@ -48,15 +48,37 @@ def materialize_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
     Raises:
         ArgumentError: ``tensor`` is not a tensor.
-        DeferredError: ``tensor`` is fake but not from :func:`deferred_init`, or a real tensor that
-            its initialisation read has changed since.
+        DeferredError: ``tensor`` is fake, or on the meta device, but not from
+            :func:`deferred_init`; or a real tensor that its initialisation read has changed since.
         UnavailableError: it was recorded for a device that this machine lacks.
     """
     if not isinstance(tensor, torch.Tensor):
         raise ArgumentError(f"materialize_tensor() takes a tensor, not {type(tensor).__name__}.")
     if isinstance(tensor, FakeTensor):
         _Materialization(Replay()).tensor("", tensor)
+    elif lacking := _without_values({"the tensor": tensor}):
+        _refuse(lacking)
     return tensor
+
+
+def _without_values(tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    """Return the names of tensors that have no values, and that deferred_init has not made."""
+    return [
+        name
+        for name, tensor in tensors.items()
+        if any(
+            not isinstance(one, FakeTensor) and (one.device.type == "meta" or _torch.is_fake(one))
+            for one in _torch.inner_tensors(tensor)
+        )
+    ]
+
+
+def _refuse(names: list[str]) -> NoReturn:
+    raise DeferredError(
+        f"{_listed(names)}: on the meta device, or a fake tensor of torch, so nothing is known of "
+        "its values. Build the module with deferred_init(); or give it memory by to_empty() and "
+        "load a checkpoint into it."
+    )
 
 
 def _check_deferred(fake: FakeTensor) -> None:
@@ -109,6 +131,7 @@ def materialize_module(
         raise ArgumentError(f"materialize_module() takes a module, not {type(module).__name__}.")
     check_shard(shard)
     places = list(children_first(module))
+    _check_values(module, places)
     registered = {id(tensor) for _, one in places for tensor in own_tensors(one).values()}
     replay = Replay(pretend=device is not None)
     materialization = _Materialization(replay, device, dtype, shard, leave_deferred)
@@ -125,6 +148,21 @@ def materialize_module(
                 advance(sizes[prefix])
     if check_fn is None and not buffers_only:
         _materialize_escaped()
+
+
+def _check_values(module: torch.nn.Module, places: Iterable[tuple[str, torch.nn.Module]]) -> None:
+    """Refuse a module that deferred_init has not made; log what others have made of it."""
+    lacking = _without_values(
+        {prefix + name: one for prefix, part in places for name, one in own_tensors(part).items()}
+    )
+    if lacking and not is_deferred(module):
+        _refuse(lacking)
+    if lacking:
+        _log.warning(
+            "materialize_module: on the meta device, where deferred_init does not make tensors: "
+            "%s; they stay as they are",
+            _listed(lacking),
+        )
 
 
 def _deferred_bytes(places: Iterable[tuple[str, torch.nn.Module]]) -> dict[str, int]:
