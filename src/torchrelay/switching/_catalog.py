@@ -86,10 +86,10 @@ class Catalog:
 
     def progress(self, name: str) -> str:
         """Return what the model that is loading waits for. Needs no lock."""
-        served, building = self.models.get(name), self._building
+        served = self.models.get(name)
         if served is not None and served.profiling:
             step = "it is profiled, by its first run"
-        elif building is not None and building[1] is served:
+        elif served is not None and any(one is served for one in list(self._builds.values())):
             step = "a worker builds it"
         else:
             step = "it waits for a worker"
