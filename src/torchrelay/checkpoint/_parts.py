@@ -22,6 +22,7 @@ from torchrelay.checkpoint._state import (
     Leaf,
     flatten,
     insert,
+    is_nested,
     is_stateful,
     key_of,
 )
@@ -156,7 +157,7 @@ class Part:
                 self._shaped(item, _member(fresh, index), is_foreign, (*path, Index(index)))
                 for index, item in enumerate(tree)
             ]
-            if isinstance(fresh, tuple):
+            if isinstance(fresh, tuple) and is_nested(fresh):  # else it is stored as one value
                 made = getattr(fresh, "_make", type(fresh))
                 return made(items) if len(items) == len(fresh) else tuple(items)
             return items

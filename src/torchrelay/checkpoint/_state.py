@@ -20,6 +20,7 @@ __all__ = [
     "check_put",
     "flatten",
     "insert",
+    "is_nested",
     "is_stateful",
     "key_of",
     "leaf_path",
@@ -121,7 +122,7 @@ def _visit(
     elif isinstance(value, Mapping) and path[-1] != SUBCLASS:  # read back, it is still one value
         _visit_mapping(found, path, f"{key}.", value, expand)
         return
-    elif isinstance(value, list | tuple) and _is_nested(value):
+    elif isinstance(value, list | tuple) and is_nested(value):
         for index, item in enumerate(value):
             _visit(found, (*path, Index(index)), f"{key}.{index}", item, expand)
         return
@@ -134,12 +135,12 @@ def _add(found: dict[str, Leaf], path: tuple[Any, ...], key: str, value: Any) ->
     found[key] = Leaf(path, value)
 
 
-def _is_nested(value: list[Any] | tuple[Any, ...], depth: int = 0) -> bool:
+def is_nested(value: list[Any] | tuple[Any, ...], depth: int = 0) -> bool:
     """Return whether a list or tuple is flattened; those too deep are, to be refused there."""
     return _holds_tensors(value, depth) or (
         isinstance(value, list)
         and any(
-            isinstance(item, Mapping) or (isinstance(item, list) and _is_nested(item, depth + 1))
+            isinstance(item, Mapping) or (isinstance(item, list) and is_nested(item, depth + 1))
             for item in value
         )
     )
