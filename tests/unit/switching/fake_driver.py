@@ -266,9 +266,11 @@ class FakeDriver:
 
     def cuMemcpyHtoDAsync(self, target: int, source: int, size: int, stream: int) -> Any:
         assert self.context
-        assert any(
-            base <= target and target + size <= base + n for base, (_, n) in self.mapped.items()
+        inside = sum(
+            max(0, min(target + size, base + n) - max(target, base))
+            for base, (_, n) in self.mapped.items()
         )
+        assert inside == size, "not all of the target is mapped"
         assert any(
             base <= source and source + size <= base + n for base, n in self.pinned.items()
         ), "not pinned"
