@@ -23,6 +23,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
 
+import preloaded
 from torchrelay.world import World
 
 if TYPE_CHECKING:
@@ -30,15 +31,7 @@ if TYPE_CHECKING:
 
 # One clean process imports what most tests use; each rank is forked from it in milliseconds.
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(
-    [
-        "pytest",
-        "torch._dynamo",
-        "torch.distributed.checkpoint",
-        "torch.distributed.fsdp",
-        "torchrelay",
-    ]
-)
+_context.set_forkserver_preload(preloaded.IMPORTED)
 
 
 @dataclass
@@ -193,8 +186,8 @@ def free_port() -> int:
 def python(*arguments: str, **environ: str) -> Iterator[subprocess.Popen[str]]:
     """A Python process with one thread of torch; its output and errors are one stream."""
     with subprocess.Popen(
-        [sys.executable, *arguments],
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environ},
+        [preloaded.python(), *arguments],
+        env=preloaded.environment(OMP_NUM_THREADS="1", **environ),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

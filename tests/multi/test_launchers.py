@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+import preloaded
 from namespaces import missing, switched
 from ranks import free_port, python
 
@@ -243,7 +244,7 @@ def test_srun_with_pmix_starts_mpi(tmp_path: Path) -> None:
     step = "SLURM_PROCID=$PMIX_RANK SLURM_LOCALID=$PMIX_RANK SLURM_STEP_ID=0 SLURM_NTASKS=2"
     options = ["--allow-run-as-root", "--map-by", ":OVERSUBSCRIBE", "-n", "2"]
     result = subprocess.run(
-        [launcher, *options, "sh", "-c", f'{step} exec "$0" "$1"', sys.executable, str(script)],
+        [launcher, *options, "sh", "-c", f'{step} exec "$0" "$1"', preloaded.python(), str(script)],
         env={
             **os.environ,
             "OMP_NUM_THREADS": "1",

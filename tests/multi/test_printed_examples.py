@@ -6,15 +6,16 @@ from __future__ import annotations
 
 import ast
 import builtins
-import os
 import re
 import shlex
+import shutil
 import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+import preloaded
 
 # A process that imports torch starts slowly where many others run.
 pytestmark = pytest.mark.timeout(400)
@@ -74,8 +75,7 @@ def _undefined(code: str) -> set[str]:
 
 
 def _environment() -> dict[str, str]:
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "default"}
-    environ["PATH"] = f"{Path(sys.executable).parent}:{environ['PATH']}"
+    environ = preloaded.environment(OMP_NUM_THREADS="1", PYTHONWARNINGS="default")
     # Open MPI refuses root, and more ranks than cores, unless told.
     environ.update(OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")
     environ["PRTE_MCA_rmaps_default_mapping_policy"] = ":oversubscribe"
@@ -90,10 +90,13 @@ def test_printed_example(example: Example, tmp_path: Path) -> None:
     command = shlex.split(example.command)
     if command[0] == "torchrun":
         command.insert(1, "--standalone")  # a free port: other runs may share the machine
+    environ = _environment()
+    executable = shutil.which(command[0], path=environ["PATH"])
     result = subprocess.run(
         command,
+        executable=executable,
         cwd=tmp_path,
-        env=_environment(),
+        env=environ,
         capture_output=True,
         text=True,
         timeout=300,

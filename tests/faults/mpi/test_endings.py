@@ -28,7 +28,7 @@ def test_rank_that_exits_is_not_waited_for(library: str, tmp_path: Path) -> None
         comm.Allreduce(x, mpi.MPI_SUM)
         say("must not get here")
     """
-    job = run_script(library, tmp_path, body, timeout_s="300", fresh=True)
+    job = run_script(library, tmp_path, body, timeout_s="300")
     assert job.code != 0 and "bad input" in job.output and "must not get here" not in job.output
     assert "PeerLostError" in job.output
     if library in LIBRARIES:  # a group may find first that rank 0's store or connection is gone
@@ -145,7 +145,7 @@ def test_waiting_ends_at_an_interrupt(library: str, tmp_path: Path) -> None:
         else:
             comm.Recv(torch.empty(3), 0, 7)
     """
-    job = run_script(library, tmp_path, body, size=2, timeout_s="30", fresh=True)
+    job = run_script(library, tmp_path, body, size=2, timeout_s="8")
     assert job.code != 0 and "rank 0: interrupted" in job.output, job.output
 
 
@@ -180,9 +180,7 @@ if __name__ == "__main__":
         assert comm.Allreduce(torch.ones(1), mpi.MPI_SUM).item() == comm.size
     print(f"rank {comm.rank}: done", flush=True)
 """)
-    job = mpirun(
-        library, 2, str(tmp_path / "spawning.py"), fresh=True, TORCHRELAY_MPI_TIMEOUT_S="60"
-    )
+    job = mpirun(library, 2, str(tmp_path / "spawning.py"), TORCHRELAY_MPI_TIMEOUT_S="60")
     assert job.code == 0, job.output
     assert "rank 0: done" in job.output and "rank 1: done" in job.output
 
@@ -272,7 +270,7 @@ assert comm.Allreduce(torch.ones(()), mpi.MPI_SUM) == comm.size == 2
 """)
     for environ in ({}, {"TORCHELASTIC_RUN_ID": "1", "PMIX_RANK": "0"}):
         environ["OMPI_MCA_btl"] = "self"  # leaves no shared memory behind
-        job = mpirun(library, 2, str(script), timeout_s=SCRIPT_S, fresh=True, **environ)
+        job = mpirun(library, 2, str(script), timeout_s=SCRIPT_S, **environ)
         assert job.code == 0, job.output
 
 

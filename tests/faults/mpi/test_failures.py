@@ -24,7 +24,7 @@ class Run(Protocol):
 @pytest.fixture(params=(*LIBRARIES, "sml"))
 def run(tmp_path: Path, request: pytest.FixtureRequest) -> Run:
     def run(body: str, size: int = 3, timeout_s: str = "4", **environ: str) -> str:
-        job = run_script(request.param, tmp_path, body, size, timeout_s, False, **environ)
+        job = run_script(request.param, tmp_path, body, size, timeout_s, **environ)
         assert job.code != 0, job.output
         return job.output
 

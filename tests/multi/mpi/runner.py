@@ -102,15 +102,13 @@ def mpirun(
     size: int,
     *command: str,
     timeout_s: float = SCRIPT_S,
-    fresh: bool = False,
     **environ: str,
 ) -> Finished:
-    """Run ``python command...`` as ``size`` ranks; ranks that outlive ``timeout_s`` are killed.
-
-    The ranks of process groups are forked, unless they must be ``fresh`` interpreters.
-    """
+    """Run ``python command...`` as ``size`` ranks; ranks that outlive ``timeout_s`` are killed."""
     if library in GROUPS:
-        return _run_group(library, size, *command, timeout_s=timeout_s, fresh=fresh, **environ)
+        return _run_group(library, size, *command, timeout_s=timeout_s, **environ)
+    import preloaded
+
     where = prefix(library)
     scratch = tempfile.mkdtemp(prefix="mpi", dir="/tmp")  # short: it holds sockets
     environment = {
@@ -129,7 +127,7 @@ def mpirun(
         str(where / "bin" / "mpirun"),
         "-n",
         str(size),
-        str(where / "bin" / "python"),
+        preloaded.python(str(where / "bin" / "python")),
         *command,
     ]
     segments = set(Path("/dev/shm").glob("mpich_shm_*"))
@@ -161,36 +159,34 @@ def mpirun(
 
 
 def _run_group(
-    backend: str, size: int, *command: str, timeout_s: float, fresh: bool, **environ: str
+    backend: str, size: int, *command: str, timeout_s: float, **environ: str
 ) -> Finished:
     """Run ``python command...`` as the ranks of a group, as torchrun would."""
-    from ranks import Job, free_port, run_job
+    import preloaded
+    from ranks import free_port
 
-    environ = {"OMP_NUM_THREADS": "1", "TEST_BACKEND": backend, **environ}
+    environ = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "TEST_BACKEND": backend,
+        "WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        **environ,
+    }
     with tempfile.NamedTemporaryFile("r+") as output:
-        if not fresh:
-            job = Job(
-                __file__, "run_as_script", {"command": command, "output": output.name}, environ
-            )
-            ends = run_job(job, size, timeout_s)
-            codes = [abs(end.exitcode or 0) for end in ends]
-            is_late = any("did not end" in (end.error or "") for end in ends)
-        else:
-            environ.update(
-                WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port())
-            )
-            codes, is_late = _wait_for(
-                [
-                    subprocess.Popen(
-                        [sys.executable, *command],
-                        env={**os.environ, **environ, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                        stdout=output,
-                        stderr=subprocess.STDOUT,
-                    )
-                    for rank in range(size)
-                ],
-                timeout_s,
-            )
+        codes, is_late = _wait_for(
+            [
+                subprocess.Popen(
+                    [preloaded.python(), *command],
+                    env={**environ, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                )
+                for rank in range(size)
+            ],
+            timeout_s,
+        )
         late = f"\n(killed after {timeout_s:g} s)" if is_late else ""
         return Finished(max(codes), Path(output.name).read_text() + late)
 
@@ -208,33 +204,6 @@ def _wait_for(ranks: list[subprocess.Popen[bytes]], timeout_s: float) -> tuple[l
             process.kill()
             process.wait()
     return [abs(process.returncode) for process in ranks], is_late
-
-
-def run_as_script(world: Any, command: list[str], output: str) -> None:
-    """Run a script in a forked rank, and end as an interpreter does."""
-    import atexit
-    import runpy
-
-    file = os.open(output, os.O_WRONLY | os.O_APPEND)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
-    sys.argv[:] = command
-    code: Any = 0
-    try:
-        runpy.run_path(command[0], run_name="__main__")
-    except SystemExit as end:
-        code = end.code or 0
-        if not isinstance(code, int):
-            print(code, file=sys.stderr)
-            code = 1
-    except BaseException as error:
-        sys.excepthook(type(error), error, error.__traceback__)
-        sys.last_value, code = error, 1
-    sys.stdout.flush()
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
 
 
 SCRIPT_HEAD = """
@@ -266,14 +235,13 @@ def run_script(
     body: str,
     size: int = 3,
     timeout_s: str = "4",
-    fresh: bool = False,
     **environ: str,
 ) -> Finished:
     """Run a script as ``size`` ranks. It starts with ``SCRIPT_HEAD`` and must end by itself."""
     script = folder / "script.py"
     script.write_text(SCRIPT_HEAD + textwrap.dedent(body))
     environ["TORCHRELAY_MPI_TIMEOUT_S"] = timeout_s
-    job = mpirun(library, size, str(script), timeout_s=SCRIPT_S, fresh=fresh, **environ)
+    job = mpirun(library, size, str(script), timeout_s=SCRIPT_S, **environ)
     assert "killed after" not in job.output, job.output
     return job
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 
 import pytest
 
+import preloaded
 from multi.mpi.runner import REPOSITORY, SCRIPT_S, mpirun
 
 pytestmark = pytest.mark.timeout(3 * SCRIPT_S)
@@ -23,7 +23,7 @@ def run_example(name: str, launcher: str) -> str:
         return job.output
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run(
-        [sys.executable, script], env=environ, capture_output=True, text=True, check=True
+        [preloaded.python(), script], env=environ, capture_output=True, text=True, check=True
     ).stdout
 
 
