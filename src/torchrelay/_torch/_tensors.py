@@ -99,7 +99,11 @@ def inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
     parts = parts_of(tensor)
     if parts is None:
         return [tensor]
-    return [inner for name in parts[0] for inner in inner_tensors(getattr(tensor, name))]
+    held = [getattr(tensor, name) for name in parts[0]]
+    # A DTensor also lists its mesh.
+    return [
+        inner for part in held if isinstance(part, torch.Tensor) for inner in inner_tensors(part)
+    ]
 
 
 def waited(tensor: torch.Tensor) -> torch.Tensor:

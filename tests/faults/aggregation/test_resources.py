@@ -1,5 +1,5 @@
-"""A rank that lacks descriptors: it says so, and the others hear it at once,
-not after their timeout of 30 minutes.
+"""A rank that lacks descriptors reports it, and the others do not wait for their timeout of 30
+minutes: these ranks would be killed long before.
 """
 
 from __future__ import annotations
@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +20,6 @@ from torchrelay.world import World
 
 if TYPE_CHECKING:
     from ranks import RunProcesses
-
-_AT_ONCE_S = 25.0
 
 
 def report(call: Callable[[], Any]) -> str:
@@ -52,22 +49,20 @@ def descriptors_left(count: int) -> Any:
         resource.setrlimit(resource.RLIMIT_NOFILE, limit)
 
 
-def _create_with_few_descriptors(world: World, poor: int) -> list[tuple[str, float]]:
+def _create_with_few_descriptors(world: World, poor: int) -> list[str]:
     store = world.connect(60)
     heard = []
     for count in range(8):
         scarce = descriptors_left(count) if world.rank == poor else contextlib.nullcontext()
-        start_s = time.monotonic()
         with scarce:
             heard.append(report(lambda: start(store, world, f"try{count}")))  # noqa: B023
-        heard[-1] = (heard[-1], time.monotonic() - start_s)  # type: ignore[call-overload]
         if dist.is_initialized():
             dist.destroy_process_group()
     start(store, world, "last")  # with all that it needs
     tensor = torch.ones(3)
     dist.all_reduce(tensor)
     assert tensor.eq(world.size).all()
-    return heard  # type: ignore[return-value]
+    return heard
 
 
 def start(store: Any, world: World, prefix: str) -> None:
@@ -85,12 +80,11 @@ def test_no_descriptors_at_the_creation(run_processes: RunProcesses, poor: int) 
     assert all(result.ok for result in results), results
     failed = 0
     for ours, theirs in zip(results[poor].value, results[1 - poor].value, strict=True):
-        assert max(ours[1], theirs[1]) < _AT_ONCE_S, (ours, theirs)
-        assert (ours[0] == "nothing") == (theirs[0] == "nothing"), (ours, theirs)
-        if ours[0] != "nothing":
+        assert (ours == "nothing") == (theirs == "nothing"), (ours, theirs)
+        if ours != "nothing":
             failed += 1
-            assert "Too many open files" in ours[0], ours
-            if "attaching the segment" not in theirs[0]:  # which the poor rank has closed already
-                assert f"rank {poor} cannot be in the group" in theirs[0], theirs
-                assert "Too many open files" in theirs[0], theirs
+            assert "Too many open files" in ours, ours
+            if "attaching the segment" not in theirs:  # which the poor rank has closed already
+                assert f"rank {poor} cannot be in the group" in theirs, theirs
+                assert "Too many open files" in theirs, theirs
     assert failed >= 2, results[poor].value

@@ -4,3 +4,5 @@
 connections with the limits that it lacks; `_app` maps paths to `_endpoints`, whose bodies `_schema`
 describes, behind the checks of `_guard`; `_repository` loads and unloads models for them.
 """
+
+__all__: list[str] = []
