@@ -18,6 +18,7 @@ from torchrelay._torch._callers import *
 from torchrelay._torch._compiler import *
 from torchrelay._torch._distributed import *
 from torchrelay._torch._modes import *
+from torchrelay._torch._operators import *
 from torchrelay._torch._shards import *
 from torchrelay._torch._tensors import *
 

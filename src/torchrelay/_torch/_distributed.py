@@ -27,7 +27,6 @@ __all__ = [
     "group_store",
     "has_fsdp2",
     "name_backend",
-    "operator_results",
     "premul_factor",
     "private_backend",
     "route_group_operators",
@@ -63,15 +62,6 @@ def has_fsdp2(module: torch.nn.Module) -> bool:
     from torch.distributed.fsdp import FSDPModule  # noqa: PLC0415
 
     return any(isinstance(one, FSDPModule) for one in module.modules())
-
-
-def operator_results(operator: Any, args: Any, work: Any) -> Any:
-    """Return what a c10d operator returns: its first tensors, if it returns some, and ``work``."""
-    results = [
-        work.boxed() if result.type.kind() == "ClassType" else args[0]
-        for result in operator._schema.returns
-    ]
-    return tuple(results) if len(results) != 1 else results[0]
 
 
 def backends_asked() -> tuple[dict[str, str], Any] | None:

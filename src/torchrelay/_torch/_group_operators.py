@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchrelay._torch._distributed import operator_results
+from torchrelay._torch._operators import operator_results
 
 __all__ = ["route"]
 
