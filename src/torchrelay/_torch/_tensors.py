@@ -87,8 +87,8 @@ def set_bits(tensor: torch.Tensor, conj: bool, neg: bool) -> None:
 
 
 def parts_of(tensor: torch.Tensor) -> tuple[Sequence[str], Any] | None:
-    """Return what a traceable wrapper subclass is made of: the names of its tensors, and the other
-    value it needs; None for other tensors.
+    """Return what a traceable wrapper subclass is made of: the names of its tensors, with that of a
+    DTensor's mesh, and the other value it needs; None for other tensors.
     """
     wrapper: Any = tensor
     return wrapper.__tensor_flatten__() if is_traceable_wrapper_subclass(wrapper) else None
@@ -100,7 +100,6 @@ def inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
     if parts is None:
         return [tensor]
     held = [getattr(tensor, name) for name in parts[0]]
-    # A DTensor also lists its mesh.
     return [
         inner for part in held if isinstance(part, torch.Tensor) for inner in inner_tensors(part)
     ]

@@ -246,7 +246,7 @@ class _Matching:
             self._read_tensor(part, name, key, fresh.value)
         else:
             self._read_tensor(
-                part, name, key, part.room(name, key, self.manifest.tensors[key], path)
+                part, name, key, part.buffer(name, key, self.manifest.tensors[key], path)
             )
 
     def _match_leaf(self, part: Part, name: str, key: str, leaf: Leaf) -> bool:

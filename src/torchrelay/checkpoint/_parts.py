@@ -101,7 +101,7 @@ class Part:
         found: torch.Tensor = self.memory[name] if name in self.memory else self.leaves[name].value
         return found
 
-    def room(self, name: str, key: str, entry: TensorEntry, path: Path) -> torch.Tensor:
+    def buffer(self, name: str, key: str, entry: TensorEntry, path: Path) -> torch.Tensor:
         """Return what a tensor of the checkpoint is read into, made if the owner has none."""
         fresh = self.leaves[name].value if name in self.leaves else None
         dtype: torch.dtype = getattr(torch, entry.dtype.name)
