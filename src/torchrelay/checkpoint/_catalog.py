@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import errno
 import re
+import time
 from collections import defaultdict
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
@@ -34,6 +35,7 @@ __all__ = [
     "Keep",
     "Listed",
     "check_keep",
+    "commit_time_ns",
     "latest",
     "listing",
     "newest_inside",
@@ -231,6 +233,16 @@ def listing(parent: Path) -> list[Listed]:
 
     heads = _heads(parent)
     return [listed(path, heads[path]) for path in reversed(_newest_first(heads))]
+
+
+def commit_time_ns(parent: Path) -> int:
+    """Return the time for a commit to ``parent`` in nanoseconds since 1970: now, or, where the
+    clock has been set back, just after the newest checkpoint there.
+    """
+    heads: dict[str, Head] = {}
+    with suppress(StorageError):  # one may be allowed to write there, but not to list
+        heads = _heads(parent)
+    return max([time.time_ns(), *(head.saved_at_ns + 1 for head in heads.values())])
 
 
 def _heads(parent: Path) -> dict[str, Head]:

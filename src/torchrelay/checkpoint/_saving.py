@@ -11,7 +11,6 @@ import errno
 import hashlib
 import json
 import re
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +26,7 @@ from torchrelay.checkpoint import _manifest
 from torchrelay.checkpoint._catalog import (
     Keep,
     check_keep,
+    commit_time_ns,
     open_folder,
     open_transaction,
     retain,
@@ -287,7 +287,8 @@ class Saving:
             ArgumentError, MismatchError: as for :func:`assemble`.
             StorageError: it cannot be committed, or an older one not removed.
         """
-        head = Head(time.time_ns(), self.transaction.save_id, split(self.path)[1])
+        parent, name = split(self.path)
+        head = Head(commit_time_ns(parent), self.transaction.save_id, name)
         self.transaction.commit(*assemble(everyone, parts, head))
         if self._keep is not None:
             retain(self.path, self._keep)

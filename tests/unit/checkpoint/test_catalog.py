@@ -39,6 +39,17 @@ def test_what_belongs_to_no_series_is_not_resumed_from(tmp_path: Path) -> None:
     assert latest(tmp_path, pattern="*") == str(tmp_path / "final")
 
 
+def test_the_newest_is_the_last_committed_whatever_the_clock_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hour_ns = 3600 * 10**9
+    for step, hours in enumerate((5, 1, 9, 2, 2, 0)):  # set back, ahead, back, and stopped
+        monkeypatch.setattr("time.time_ns", lambda hours=hours: hours * hour_ns)
+        save({"name": f"step-{step}"}, tmp_path / f"step-{step}", fsync=False, keep=2)
+        assert _loaded(tmp_path) == f"step-{step}"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-4", "step-5"]
+
+
 def test_of_several_series_none_is_chosen(tmp_path: Path) -> None:
     _save(tmp_path, "step-1", "step-2", "eval-7", "best")
     message = r"series of checkpoints: eval-\* \(newest eval-7\), step-\* \(newest step-2\); give"
