@@ -65,6 +65,10 @@ class Hosts:
         """From now on no packet of ``host`` arrives anywhere."""
         _inside(self.switch, ["ip", "link", "set", f"port{host}", "down"])
 
+    def plug(self, host: int) -> None:
+        """Undo :meth:`unplug`."""
+        _inside(self.switch, ["ip", "link", "set", f"port{host}", "up"])
+
     def limit(self, mbit: int) -> None:
         """Limit every link to ``mbit`` Mbit/s each way."""
         for host, pid in enumerate(self.pids):

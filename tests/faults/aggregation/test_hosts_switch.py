@@ -87,7 +87,9 @@ def reduce_until_it_fails() -> tuple[str, str, tuple[int, ...]]:
 
 
 def _lose_the_switch(world: World) -> list[tuple[str, str, tuple[int, ...]]]:
-    """It is killed in mid-collective; then, in another group, restarted between two collectives."""
+    """It is stopped and continued, then killed in mid-collective; then, in another group, restarted
+    between two collectives.
+    """
     store = world.connect(60)
     switch = Switch() if world.rank == 0 else None
     if switch is not None:
@@ -95,6 +97,13 @@ def _lose_the_switch(world: World) -> list[tuple[str, str, tuple[int, ...]]]:
     address = store.get("switch").decode()
     start(world, address)
     dist.all_reduce(torch.ones(1000))
+    dist.barrier()
+    if switch is not None:
+        switch.process.send_signal(signal.SIGSTOP)
+        threading.Timer(0.5, switch.process.send_signal, [signal.SIGCONT]).start()
+    tensor = torch.ones(100_000)
+    dist.all_reduce(tensor)
+    assert torch.equal(tensor, torch.full_like(tensor, world.size))
     dist.barrier()
     if switch is not None:
         threading.Timer(0.3, switch.process.kill).start()

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -20,6 +22,7 @@ from switch_ports import missing_for_xdp, within
 from torchrelay.aggregation import Options
 from torchrelay.aggregation.switch import SwitchServer, UdpDataPlane, Uplink, XdpDataPlane
 from torchrelay.world import World
+from waiting import eventually
 
 if TYPE_CHECKING:
     from ranks import RunProcesses
@@ -90,6 +93,64 @@ def test_sums_over_slow_links_with_losses(
         assert result.ok, result.error
         assert result.value == (8 * count if rank % ranks == 0 else 0)
     assert counts["duplicates"] + counts["answered_again"] > 0  # something was lost
+
+
+def _sum_until(world: World, hosts: namespaces.Hosts, switch: str, path: str, end: str) -> int:
+    """Check sums until a file exists; return how many there were."""
+    namespaces.enter(hosts.pids[world.rank])
+    os.environ.update(TORCHRELAY_HOST_ID=f"host{world.rank}", TORCHRELAY_TRANSPORT_INTERFACE="eth0")
+    dist.init_process_group(
+        "sml",
+        store=dist.FileStore(path, world.size),
+        rank=world.rank,
+        world_size=world.size,
+        timeout=timedelta(seconds=60),
+        pg_options=Options(switch=switch),
+    )
+    sums, going = 0, torch.ones(1, dtype=torch.int64)
+    while going.item():
+        tensor = torch.full((100_000,), float(sums % 7))
+        dist.all_reduce(tensor)
+        assert torch.equal(tensor, torch.full_like(tensor, float(sums % 7) * world.size))
+        sums += 1
+        Path(f"{end}-{world.rank}").touch()
+        going.fill_(not Path(end).exists())
+        dist.broadcast(going, 0)
+    dist.destroy_process_group()
+    return sums
+
+
+def test_a_link_that_comes_back_costs_nothing_but_time(
+    tmp_path: Path, run_processes: RunProcesses
+) -> None:
+    end = tmp_path / "end"
+
+    def cut(network: namespaces.Hosts) -> None:
+        eventually((tmp_path / "end-1").exists)
+        for seconds in (0.1, 0.7):
+            network.unplug(1)
+            time.sleep(seconds)
+            network.plug(1)
+            time.sleep(0.3)
+        end.touch()
+
+    with namespaces.switched(2) as network:
+        address = network.address_switch()
+        plane = within(network.switch, lambda: UdpDataPlane(address, 0))
+        with SwitchServer(plane) as server, ThreadPoolExecutor(1) as pool:
+            cutting = pool.submit(cut, network)
+            results = run_processes(
+                _sum_until,
+                2,
+                hosts=network,
+                switch=server.address,
+                path=str(tmp_path / "store"),
+                end=str(end),
+            )
+            cutting.result()
+    for result in results:
+        assert result.ok, result.error
+        assert result.value == results[0].value
 
 
 def test_a_tree_of_two_racks_with_losses_on_both_hops(
