@@ -23,7 +23,7 @@ from torch import Tensor
 from torchrelay._torch import flat_bytes, group_store, private_backend
 from torchrelay.errors import ArgumentError, PeerLostError, TorchRelayError
 from torchrelay.mpi import _wait
-from torchrelay.mpi._dtypes import EXTREMA, KERNELS, LOGICAL, NATIVE, Op, check_op
+from torchrelay.mpi._dtypes import EXTREMA, NATIVE, Op, check_op, fold
 from torchrelay.mpi._headers import Headers
 from torchrelay.mpi._library import check_launcher, is_worker_of_rank
 from torchrelay.mpi._mailbox import Incoming, Mailbox
@@ -51,12 +51,6 @@ _OPS = {
     Op.MIN: dist.ReduceOp.MIN,
     Op.MAX: dist.ReduceOp.MAX,
 }
-
-
-def _fold(rows: Tensor, op: Op) -> Tensor:
-    """Reduce ``rows`` along their first axis, in order."""
-    total = functools.reduce(KERNELS[op], rows.unbind())
-    return (total != 0).to(rows.dtype) if op in LOGICAL else total
 
 
 def _nothing() -> None:
@@ -176,6 +170,7 @@ class C10dTransport:
         path: identifies it among those of the mailbox.
     """
 
+    job = _wait.process
     max_tag = MAX_TAG
 
     def __init__(
@@ -298,7 +293,9 @@ class C10dTransport:
         )
         if op not in _OPS or ours.dtype not in _REDUCED or loses_nan or self.size == 1:
             return self._gather_rows(
-                source, arrived, lambda rows: result.detach().view(-1).copy_(_fold(rows, op))
+                source,
+                arrived,
+                lambda rows: result.detach().view(-1).copy_(fold(rows.unbind(), op)),
             )
         direct = self._direct(arrived) if op is Op.SUM and total.is_cpu else None
         if direct is not None:
@@ -324,7 +321,7 @@ class C10dTransport:
                 rows[self.rank + exclusive :] if descending else rows[: self.rank + 1 - exclusive]
             )
             if len(mine):
-                result.view(-1).copy_(_fold(mine.flip(0) if descending else mine, op))
+                result.view(-1).copy_(fold((mine.flip(0) if descending else mine).unbind(), op))
 
         return self._gather_rows(source, True, reduce)
 
@@ -338,7 +335,7 @@ class C10dTransport:
             rows,
             [count] * self.size,
             arrived,
-            lambda: result.view(-1).copy_(_fold(rows, op)),
+            lambda: result.view(-1).copy_(fold(rows.unbind(), op)),
         )
 
     def broadcast(self, memory: Tensor, root: int) -> Requests:
@@ -460,7 +457,7 @@ def world_transport() -> C10dTransport:
     """
     if not dist.is_initialized():
         if is_worker_of_rank():
-            _wait.be_no_rank()
+            _wait.process.be_no_rank()
             return _alone()
         if World.from_environment().size == 1:
             check_launcher(1)

@@ -54,6 +54,7 @@ __all__ = [
     "main",
     "recording",
     "reset",
+    "slot_of_thread",
 ]
 
 MAIN = threading.main_thread().ident
@@ -307,9 +308,14 @@ class _Here(threading.local):
 
 
 main = Slot()
-"""That of the main thread, whose chain code under ``torch.compile`` joins."""
+"""That of the main thread."""
 
 _here = _Here()
+
+
+def slot_of_thread() -> Slot:
+    """Return the slot of the thread that runs, outside of backward passes."""
+    return _here.slot
 
 
 def current() -> Chain:
@@ -332,15 +338,15 @@ def _slot() -> Slot:
     return slot
 
 
-def check_compiled() -> None:
-    """Prepare for compiled code, which joins the chain of the main thread, also in a backward pass.
+def check_compiled(main: Slot) -> None:
+    """Prepare for compiled code, which joins the chain in ``main``, also in a backward pass.
 
     Raises:
         UnsupportedError: another thread runs it, or a reentrant checkpoint recomputes it.
     """
     task = _torch.backward_id()
     if task < 0:
-        if threading.get_ident() != MAIN:
+        if _here.slot is not main:
             raise UnsupportedError("compiled code communicates in the main thread only")
         return
     if _torch.recomputation() is None:
@@ -348,10 +354,10 @@ def check_compiled() -> None:
             "compiled code that communicates, in a backward pass: a reentrant checkpoint would "
             "differentiate what was called before it, too; pass use_reentrant=False"
         )
-    _pass(task).keep_main()
+    _pass(task).keep(main)
 
 
-def begin_compiled(task: int) -> None:
+def begin_compiled(main: Slot, task: int) -> None:
     """Start the backward pass ``task`` for a compiled region, as :class:`Link` does for a node."""
     chain = main.chain
     if task >= 0 and chain.task != task:
@@ -377,8 +383,8 @@ class _Pass:
         self.joined: set[Chain] = set()
         self.kept: tuple[Chain, Tensor | None] | None = None
 
-    def keep_main(self) -> None:
-        """Note the head of the main chain, to which recomputed code must add nothing."""
+    def keep(self, main: Slot) -> None:
+        """Note the head of the chain in ``main``, to which recomputed code must add nothing."""
         if self.kept is None:
             self.kept = (main.chain, main.chain.head)
 

@@ -50,7 +50,8 @@ class Lease:
         self.comparisons = 0
         self.owned = [transport] if is_owned else []
         self.control = self.duplicate(transport, for_messages=True)
-        _wait.leases.add(self)
+        self.job = transport.job
+        self.job.leases.add(self)
 
     def duplicate(self, transport: Transport, for_messages: bool = False) -> Transport:
         """Return a duplicate of ``transport``, to be freed with the rest. Collective."""
@@ -61,7 +62,7 @@ class Lease:
     def free(self) -> None:
         """Free the transports. Collective."""
         self.is_freed = True
-        _wait.leases.discard(self)
+        self.job.leases.discard(self)
         for transport in self.owned:
             transport.free()
 
@@ -89,6 +90,7 @@ class Comm:
         self.unreachable_policy: str | None = None  # None: as the setting
         self.is_reverse = False
         self.lease = Lease(transport, is_owned)
+        self.job = transport.job
         self._use(transport)
 
     def _use(self, transport: Transport) -> None:

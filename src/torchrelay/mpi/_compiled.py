@@ -64,7 +64,7 @@ def communicate(call: Call, x: Tensor, eager: Callable[[Any, Tensor], Tensor]) -
         disable: Any = torch.compiler.disable
         outside = disable(eager, reason="ranks take unequal parts, or receive from any rank")
         return outside(call, x)  # type: ignore[no-any-return]
-    chain = _chain.main.chain
+    chain = call.comm.job.slot.chain
     if not (torch.is_grad_enabled() and call.differentiable(x)):
         with torch.no_grad():
             return _operator(x, chain.head, *_encoded(traced))[0]  # type: ignore[no-any-return]
@@ -88,7 +88,10 @@ def eager_only(function: _Function) -> _Function:
     return run  # type: ignore[return-value]
 
 
-NOTHING = ("", [0, 0, 1])  # a backward pass without communication begins that of the chain
+NOTHING = [
+    0,
+    1,
+]  # after the communicator: a backward pass without communication begins that of the chain
 
 
 def _encoded(call: Call) -> tuple[str, list[int]]:
@@ -105,10 +108,11 @@ def _decoded(kind: str, code: Sequence[int]) -> Call:
 
 @torch.library.custom_op("torchrelay::mpi", mutates_args=())
 def _operator(x: Tensor, token: Tensor, kind: str, code: Sequence[int]) -> tuple[Tensor, Tensor]:
+    slot = communicator(code[0]).job.slot
     if code[2]:
-        _chain.begin_compiled(_torch.backward_id())
+        _chain.begin_compiled(slot, _torch.backward_id())
     else:
-        _chain.check_compiled()
+        _chain.check_compiled(slot)
     y = _decoded(kind, code).forward(x) if kind else x
     return y.clone() if y.data_ptr() == x.data_ptr() else y.contiguous(), torch.zeros_like(token)
 
@@ -126,7 +130,7 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) 
 def _backward(ctx: Any, grad: Tensor, token: Tensor) -> tuple[Any, ...]:
     call, grad, complete = _decoded(*ctx.call).adjoint(grad)
     if call is None:
-        token, _ = _operator(token, token, *NOTHING)
+        token, _ = _operator(token, token, "", [ctx.call[1][0], *NOTHING])
     else:
         grad, token = _operator(grad, token, *_encoded(call))
     return complete(grad), token, None, None

@@ -6,7 +6,8 @@ Logical operations on floats are computed on bool.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -29,6 +30,7 @@ __all__ = [
     "check_op",
     "check_reduction",
     "check_tensor",
+    "fold",
     "is_differentiable",
 ]
 
@@ -84,6 +86,12 @@ KERNELS: dict[Op, Callable[..., Tensor]] = {
     Op.BXOR: torch.bitwise_xor,
 }
 """Each reduction of two tensors, as all implementations compute it: that of a NaN is a NaN."""
+
+
+def fold(parts: Sequence[Tensor], op: Op) -> Tensor:
+    """Reduce ``parts``, in order."""
+    total = functools.reduce(KERNELS[op], parts)
+    return (total != 0).to(parts[0].dtype) if op in LOGICAL else total
 
 
 def _native_table() -> dict[tuple[torch.dtype, Op], tuple[_native.Dtype, _native.Op]]:

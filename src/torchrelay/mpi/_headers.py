@@ -101,7 +101,7 @@ class Headers:
             f"rank {comm.rank}: the ranks of {comm.name} make different calls: {calls}"
         )
         if is_fatal:
-            _wait.failed(error)
+            comm.job.failed(error)
         return error
 
     def _texts_of_started(self) -> dict[int, str]:
@@ -239,7 +239,7 @@ def _exchange_texts(comm: Comm, texts: dict[int, str], text: str) -> None:
                 _wait.send(lease, rank, _wait.CALL, text)
     until = time.monotonic() + _wait.CALLS_GRACES * settings.grace_s
     while len(texts) < comm.size and time.monotonic() < until:
-        _wait.listen()
+        comm.job.listen()
         texts.update(lease.calls)
         lease.calls.clear()
         time.sleep(0)

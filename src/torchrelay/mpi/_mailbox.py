@@ -146,7 +146,7 @@ class Mailbox:
         for rank, address in enumerate(gather("endpoint", self._endpoint.address)):
             if rank != ranks.rank:
                 self._endpoint.connect(rank, address)
-        _wait.mailboxes.add(self)
+        _wait.process.mailboxes.add(self)
 
     def send(self, channel: bytes, source: int, dest: int, tag: int, contents: Any) -> None:
         """Send ``contents`` to the group's rank ``dest``, as rank ``source`` of the channel."""
@@ -194,7 +194,7 @@ class Mailbox:
         with self._lock:
             sender = self._deliver_arrived()
         if sender is not None:
-            raise _wait.failed(
+            raise _wait.process.failed(
                 PeerLostError(
                     f"{self._name}: messages of rank {sender} of the process group were lost, "
                     "because the connection from it broke: does the network between their hosts "

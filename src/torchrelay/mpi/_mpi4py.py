@@ -111,6 +111,7 @@ class _Message:
 class MpiTransport:
     """An intra-communicator of MPI."""
 
+    job = _wait.process
     max_tag: int = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)  # type: ignore[assignment]
 
     def __init__(self, mpi: MPI.Comm) -> None:
@@ -273,4 +274,4 @@ class End:
         MPI.COMM_WORLD.Abort(1)
 
 
-_wait.leave_with(End())
+_wait.process.end = End()

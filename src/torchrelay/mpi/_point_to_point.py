@@ -29,7 +29,7 @@ from torchrelay.mpi._memory import check_memory, fresh, packed, placed
 from torchrelay.mpi._record import Call, Plan, Started, record
 from torchrelay.mpi._settings import settings
 from torchrelay.mpi._transport import ANY_SOURCE, ANY_TAG, PROC_NULL, Message
-from torchrelay.mpi._wait import Waiting, abandon, failed, finish
+from torchrelay.mpi._wait import Waiting, abandon, finish
 
 __all__ = ["JoinDummies", "JoinDummiesHandle", "Messages", "Sendrecv", "WaitHandle"]
 
@@ -98,7 +98,7 @@ class Receiving:
         message, part = self.requests[index], self.parts[index]
         finish(message, call, part)
         if message.source != PROC_NULL and message.size_bytes != part.nbytes:
-            raise failed(
+            raise call.comm.job.failed(
                 MismatchError(
                     f"rank {call.comm.rank}: {call.describe()} on {call.comm.name} got "
                     f"{message.size_bytes} bytes from rank {message.source}, and expected "
@@ -117,7 +117,7 @@ class Receiving:
         contents = _contents(self.memory)
         theirs = text.numpy().tobytes().rstrip(b"\0").decode(errors="replace")
         if not theirs.startswith(f"{contents} in "):
-            raise failed(
+            raise call.comm.job.failed(
                 MismatchError(
                     f"rank {call.comm.rank} of {call.comm.name} receives {contents} in "
                     f"{call.describe()}, and rank {self.source} sends it {theirs}"

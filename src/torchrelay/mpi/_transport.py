@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torchrelay.mpi._dtypes import Op
     from torchrelay.mpi._headers import Headers
     from torchrelay.mpi._memory import Blocks
+    from torchrelay.mpi._wait import Job
 
 __all__ = [
     "ANY_SOURCE",
@@ -66,11 +67,13 @@ class Transport(Protocol):
     """The ranks of one communicator, and how bytes move between them.
 
     Attributes:
+        job: the rank's part in its job.
         is_alone: whether this process was started without others.
         max_tag: the largest tag of a message.
         idle_headers: memory for headers that no exchange uses.
     """
 
+    job: Job
     rank: int
     size: int
     is_alone: bool

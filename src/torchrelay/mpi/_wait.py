@@ -32,6 +32,7 @@ from torchrelay.errors import (
     TorchRelayError,
     UnavailableError,
 )
+from torchrelay.mpi._chain import Slot, main
 from torchrelay.mpi._library import is_worker, refusal
 from torchrelay.mpi._settings import settings
 from torchrelay.mpi._transport import Testable
@@ -44,17 +45,13 @@ if TYPE_CHECKING:
 __all__ = [
     "CALL",
     "CALLS_GRACES",
+    "Job",
     "Named",
     "Waiting",
     "abandon",
-    "be_no_rank",
     "check_usable",
-    "failed",
     "finish",
-    "leases",
-    "leave_with",
-    "listen",
-    "mailboxes",
+    "process",
     "send",
 ]
 
@@ -84,52 +81,165 @@ class Waiting(Protocol):
     def peers(self) -> Iterable[int]: ...
 
 
-leases: weakref.WeakSet[Lease] = weakref.WeakSet()
-"""The communicators over which this rank answers questions while it waits anywhere."""
-
-mailboxes: weakref.WeakSet[Mailbox] = weakref.WeakSet()
-"""What holds this rank's messages until they are sent."""
-
 # Requests that may never complete, with memory whose freeing would corrupt it.
 _abandoned: list[Any] = []
-_end: End | None = None
-_broken: str | None = None
-_is_rank = True
-_has_ended = False
-_waiting: tuple[Waiting, float] | None = None
 
 
-def leave_with(end: End) -> None:
-    """Let the ranks end as ``end`` does."""
-    global _end  # noqa: PLW0603
-    _end = end
+class Job:
+    """One rank's part in a job, which its communicators share.
+
+    Attributes:
+        slot: holds the chain that compiled code joins.
+        leases: the communicators over which it answers questions while it waits anywhere.
+        mailboxes: what holds its messages until they are sent.
+        end: how the ranks end together.
+        broken: why no communication is possible any more.
+        is_rank: whether it is not a process that a rank started.
+    """
+
+    def __init__(self, slot: Slot) -> None:
+        self.slot = slot
+        self.leases: weakref.WeakSet[Lease] = weakref.WeakSet()
+        self.mailboxes: weakref.WeakSet[Mailbox] = weakref.WeakSet()
+        self.end: End | None = None
+        self.broken: str | None = None
+        self.is_rank = True
+        self._has_ended = False
+        self._waiting: tuple[Waiting, float] | None = None
+
+    def check_usable(self) -> None:
+        """Check that messages of this rank still match those of others.
+
+        Raises:
+            PeerLostError: a communication failed before.
+            UnavailableError: this process is not a rank, but was started by one.
+        """
+        if self.broken is None:
+            return
+        if not self.is_rank:
+            raise UnavailableError(self.broken)
+        raise PeerLostError(
+            f"no communication is possible any more, because an earlier one failed: {self.broken}"
+        )
+
+    def be_no_rank(self) -> None:
+        """Disable communication in a process that inherited its rank from another."""
+        self.broken = (
+            "this process was started by a rank, and is none itself: communicate in the rank"
+        )
+        self.is_rank = False
+        atexit.unregister(self.leave)
+
+    @contextlib.contextmanager
+    def waiting_in(self, call: Waiting, waited_s: float = 0.0) -> Iterator[float]:
+        """Answer questions within the block with ``call``; gives the time of its start."""
+        before, start = self._waiting, time.monotonic() - waited_s
+        self._waiting = (call, start)
+        try:
+            yield start
+        finally:
+            self._waiting = before
+
+    def listen(self) -> None:
+        """Receive control messages: answer questions, raise on notices of failure."""
+        for lease in list(self.leases):
+            for source, message in lease.control.posted():
+                letters = message.decode(errors="replace")
+                kind, text = letters[0], letters[1:]
+                if kind == QUESTION:
+                    send(lease, source, ANSWER, self._current_call())
+                elif kind == ANSWER:
+                    lease.answers[source] = text
+                elif kind == CALL:
+                    lease.calls[source] = text
+                elif kind == ENDED:
+                    lease.ended.add(source)
+                else:
+                    here = f"rank {lease.rank}: {self._current_call()}"
+                    what = f"{here}, and rank {source} gave up: {text}"
+                    raise self.failed(
+                        PeerLostError(what, (source,)) if kind == FAREWELL else MismatchError(what)
+                    )
+
+    def _current_call(self) -> str:
+        if self._has_ended:
+            return "no longer running: it has exited"
+        if self._waiting is None:
+            return "in no communication"
+        call, start = self._waiting
+        waited_s = time.monotonic() - start
+        return f"waiting in {call.describe()} on {call.comm.name} for {waited_s:.1f} s"
+
+    def failed(self, error: TorchRelayError) -> TorchRelayError:
+        """Notify all ranks, end communication, and return ``error`` to be raised."""
+        is_first, self.broken = self.broken is None, str(error)
+        if is_first:
+            kind = MISMATCH if isinstance(error, MismatchError) else FAREWELL
+            self._send_all(kind, self.broken)
+        return error
+
+    def _send_all(self, kind: str, text: str) -> None:
+        for lease in list(self.leases):
+            for rank in range(lease.size):
+                if rank != lease.rank:
+                    send(lease, rank, kind, text)
+
+    def _end_together(self, request: Testable) -> None:
+        """Wait until all ranks end. Raise if another one fails."""
+        start, has_notified = time.monotonic(), False
+        while not any(request.Test() for _ in range(TESTS)):
+            self.listen()
+            if not has_notified and time.monotonic() - start > ENDING_S:
+                has_notified = True
+                self._send_all(ENDED, "")
+            time.sleep(NAP_S if not has_notified else LISTEN_S)
+
+    def _wait_until_sent(self) -> None:
+        """Wait until other ranks have read enough that all messages are sent."""
+        until = time.monotonic() + settings.timeout_s
+        while any(each.has_unsent() for each in self.mailboxes) and time.monotonic() < until:
+            time.sleep(LISTEN_S)
+
+    def leave(self) -> None:
+        """Wait for the others at exit. After a failure, let them report, then end the job."""
+        end = self.end
+        if not any(lease.size > 1 for lease in self.leases) or (end is not None and end.is_over()):
+            return
+        error = getattr(sys, "last_value", None)
+        if self.broken is None and error is None:
+            self._has_ended = True
+            if end is None:
+                self._wait_until_sent()  # but not for this notice, which ranks that ended ignore
+                self._send_all(ENDED, "")
+                return
+            try:
+                self._end_together(end.start())
+            except TorchRelayError as lost:
+                error = lost
+                print(f"{type(lost).__name__}: {lost}", file=sys.stderr)
+            else:
+                return
+        if self.broken is None and not isinstance(error, KeyboardInterrupt):
+            self._send_all(FAREWELL, f"it ended with {type(error).__name__}: {error}")
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if end is not None:
+            time.sleep(max(1.0, 20 * LISTEN_S))
+            end.abort()
+        elif error is None:
+            os._exit(1)  # the script went on after a failure, of which its launcher must know
+
+
+process = Job(main)
+"""That of the rank that this process is."""
 
 
 def check_usable(comm: Comm) -> None:
-    """Check that ``comm`` exists and that messages of this process still match those of others.
-
-    Raises:
-        ArgumentError: it was freed.
-        PeerLostError: a communication failed before.
-        UnavailableError: this process is not a rank, but was started by one.
-    """
+    """Check that ``comm`` exists, and that its rank can communicate; see :class:`Job`."""
     if comm.lease.is_freed:
         raise ArgumentError(f"{comm.name} was freed")
-    if _broken is None:
-        return
-    if not _is_rank:
-        raise UnavailableError(_broken)
-    raise PeerLostError(
-        f"no communication is possible any more, because an earlier one failed: {_broken}"
-    )
-
-
-def be_no_rank() -> None:
-    """Disable communication in a process that inherited its rank from another."""
-    global _broken, _is_rank  # noqa: PLW0603
-    _broken = "this process was started by a rank, and is none itself: communicate in the rank"
-    _is_rank = False
-    atexit.unregister(_leave)
+    if comm.job.broken is not None:
+        comm.job.check_usable()
 
 
 def abandon(memory: object) -> None:
@@ -145,7 +255,7 @@ def finish(request: Testable, call: Waiting, memory: object = None) -> None:
         PeerLostError: a rank ended with an exception.
         MismatchError: MPI reported an error, mostly a message longer than its memory.
     """
-    test, is_crowded = request.Test, call.comm.size > CORES
+    test, is_crowded, job = request.Test, call.comm.size > CORES, call.comm.job
     try:
         for _ in range(CROWDED_SPINS if is_crowded else SPINS):
             if test():
@@ -154,40 +264,28 @@ def finish(request: Testable, call: Waiting, memory: object = None) -> None:
     except BaseException as error:
         abandon((request, memory))
         if isinstance(error, (MismatchError, OperationTimeoutError, PeerLostError)) and (
-            _broken is None
+            job.broken is None
         ):
             if isinstance(error, OperationTimeoutError):
-                with _waiting_in(call, settings.timeout_s):
+                with job.waiting_in(call, settings.timeout_s):
                     _check_peers(None, call, settings.timeout_s, error.ranks)
-            with _waiting_in(call) as start:
+            with job.waiting_in(call) as start:
                 while time.monotonic() - start < settings.grace_s:
-                    listen()  # raises what another rank reports, if this is a consequence of it
+                    job.listen()  # raises what another rank reports, if this is a consequence of it
                     time.sleep(NAP_S)
             what = f"rank {call.comm.rank}: {call.describe()} on {call.comm.name}: {error}"
             ranks = (error.ranks,) if isinstance(error, PeerLostError) else ()
-            raise failed(type(error)(what, *ranks)) from error
+            raise job.failed(type(error)(what, *ranks)) from error
         cause = refusal(error)
         if cause is None:
             raise
-        raise failed(
+        raise job.failed(
             MismatchError(
                 f"rank {call.comm.rank}: {call.describe()} on {call.comm.name} failed: {cause}; do "
                 "sender and receiver pass tensors of the same shape and dtype? "
                 "TORCHRELAY_MPI_DEBUG=1 compares them"
             )
         ) from error
-
-
-@contextlib.contextmanager
-def _waiting_in(call: Waiting, waited_s: float = 0.0) -> Iterator[float]:
-    """Answer questions within the block with ``call``; gives the time of its start."""
-    global _waiting  # noqa: PLW0603
-    before, start = _waiting, time.monotonic() - waited_s
-    _waiting = (call, start)
-    try:
-        yield start
-    finally:
-        _waiting = before
 
 
 class Named:
@@ -205,13 +303,14 @@ class Named:
 
 
 def _finish_late(request: Testable, call: Waiting, tests: int) -> None:
-    with _waiting_in(call) as start:
+    job = call.comm.job
+    with job.waiting_in(call) as start:
         checked = asked = start
         while not any(request.Test() for _ in range(tests)):
             now = time.monotonic()
             if now - checked > LISTEN_S:
                 checked = now
-                listen()
+                job.listen()
                 waited_s, ended = now - start, call.comm.lease.ended
                 if waited_s > settings.timeout_s or (ended and now - asked > settings.grace_s):
                     if _check_peers(request, call, waited_s):
@@ -221,36 +320,6 @@ def _finish_late(request: Testable, call: Waiting, tests: int) -> None:
                 os.sched_yield()
             else:
                 time.sleep(NAP_S)
-
-
-def listen() -> None:
-    """Receive control messages: answer questions, raise on notices of failure, keep the rest."""
-    for lease in list(leases):
-        for source, message in lease.control.posted():
-            letters = message.decode(errors="replace")
-            kind, text = letters[0], letters[1:]
-            if kind == QUESTION:
-                send(lease, source, ANSWER, _current_call())
-            elif kind == ANSWER:
-                lease.answers[source] = text
-            elif kind == CALL:
-                lease.calls[source] = text
-            elif kind == ENDED:
-                lease.ended.add(source)
-            else:
-                what = f"rank {lease.rank}: {_current_call()}, and rank {source} gave up: {text}"
-                raise failed(
-                    PeerLostError(what, (source,)) if kind == FAREWELL else MismatchError(what)
-                )
-
-
-def _current_call() -> str:
-    if _has_ended:
-        return "no longer running: it has exited"
-    if _waiting is None:
-        return "in no communication"
-    call, start = _waiting
-    return f"waiting in {call.describe()} on {call.comm.name} for {time.monotonic() - start:.1f} s"
 
 
 def _check_peers(
@@ -269,7 +338,8 @@ def _check_peers(
         OperationTimeoutError: it waited for ``timeout_s``.
         PeerLostError: it waits only for ranks that have ended.
     """
-    comm, lease, is_late = call.comm, call.comm.lease, waited_s >= settings.timeout_s
+    comm, lease, job = call.comm, call.comm.lease, call.comm.job
+    is_late = waited_s >= settings.timeout_s
     peers = [rank for rank in call.peers() if rank != lease.rank and rank >= 0]
     ended = [rank for rank in peers if rank in lease.ended]
     asked = peers if is_late else [rank for rank in peers if rank not in ended]
@@ -282,7 +352,7 @@ def _check_peers(
     while time.monotonic() < until and (len(lease.answers) < len(asked) or not asked):
         if request is not None and request.Test():
             return True
-        listen()
+        job.listen()
         time.sleep(NAP_S)
     what = f"{call.describe()} on {comm.name}"
     missing = [rank for rank in asked if what not in lease.answers.get(rank, "")]
@@ -295,7 +365,7 @@ def _check_peers(
             if missing
             else "all ranks take part, but no message moves"
         )
-        raise failed(
+        raise job.failed(
             OperationTimeoutError(
                 f"rank {comm.rank}: {what} did not end within {waited_s:.1f} s; {cause} "
                 f"({'; '.join(places)}). Do all ranks make the same calls in the same order? "
@@ -305,7 +375,7 @@ def _check_peers(
         )
     if missing:
         return False
-    raise failed(
+    raise job.failed(
         PeerLostError(
             f"rank {comm.rank}: {what} cannot complete, because {listed('rank', ended)} ended "
             "without taking part: the end of the script, or sys.exit",
@@ -314,83 +384,17 @@ def _check_peers(
     )
 
 
-def failed(error: TorchRelayError) -> TorchRelayError:
-    """Notify all ranks, end communication, and return ``error`` to be raised."""
-    global _broken
-    is_first, _broken = _broken is None, str(error)
-    if is_first:
-        _send_all(MISMATCH if isinstance(error, MismatchError) else FAREWELL, _broken)
-    return error
-
-
-def _send_all(kind: str, text: str) -> None:
-    for lease in list(leases):
-        for rank in range(lease.size):
-            if rank != lease.rank:
-                send(lease, rank, kind, text)
-
-
 def send(lease: Lease, rank: int, kind: str, text: str) -> None:
     """Send a control message, without waiting for its receiver."""
     lease.control.post(rank, (kind + text).encode())
 
 
-def _end_together(request: Testable) -> None:
-    """Wait until all ranks end. Raise if another one fails."""
-    start, has_notified = time.monotonic(), False
-    while not any(request.Test() for _ in range(TESTS)):
-        listen()
-        if not has_notified and time.monotonic() - start > ENDING_S:
-            has_notified = True
-            _send_all(ENDED, "")
-        time.sleep(NAP_S if not has_notified else LISTEN_S)
-
-
-def _wait_until_sent() -> None:
-    """Wait until other ranks have read enough that all messages are sent; at most ``timeout_s``."""
-    until = time.monotonic() + settings.timeout_s
-    while any(each.has_unsent() for each in mailboxes) and time.monotonic() < until:
-        time.sleep(LISTEN_S)
-
-
-def _leave() -> None:
-    """Wait for the others at exit. After a failure, give them time to report, then end the job."""
-    global _has_ended  # noqa: PLW0603
-    if not any(lease.size > 1 for lease in leases) or (_end is not None and _end.is_over()):
-        return
-    error = getattr(sys, "last_value", None)
-    if _broken is None and error is None:
-        _has_ended = True
-        if _end is None:
-            _wait_until_sent()  # but not for this notice, which ranks that ended do not take
-            _send_all(ENDED, "")
-            return
-        try:
-            _end_together(_end.start())
-        except TorchRelayError as lost:
-            error = lost
-            print(f"{type(lost).__name__}: {lost}", file=sys.stderr)
-        else:
-            return
-    if _broken is None and not isinstance(error, KeyboardInterrupt):
-        _send_all(FAREWELL, f"it ended with {type(error).__name__}: {error}")
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if _end is not None:
-        time.sleep(max(1.0, 20 * LISTEN_S))
-        _end.abort()
-    elif error is None:
-        os._exit(1)  # the script went on after a failure, of which its launcher must know
-
-
-atexit.register(_leave)
-
-
 def _forked() -> None:
-    if _end is not None or leases:
-        be_no_rank()
+    if process.end is not None or process.leases:
+        process.be_no_rank()
 
 
+atexit.register(process.leave)
 os.register_at_fork(after_in_child=_forked)
 if is_worker:
-    be_no_rank()
+    process.be_no_rank()

@@ -189,7 +189,7 @@ def test_a_timeout_of_a_private_group_names_the_setting(monkeypatch: pytest.Monk
                 ranks=(1,),
             )
 
-    monkeypatch.setattr(_wait, "failed", lambda error: error)
+    monkeypatch.setattr(_wait.process, "failed", lambda error: error)
     call = _wait.Named(mpi.COMM_WORLD, "Barrier()")
     with changed(grace_s=0.0), pytest.raises(OperationTimeoutError) as caught:
         _wait.finish(Late(), call)
@@ -243,7 +243,7 @@ def test_hooks_of_an_overwritten_leaf_may_replace_its_gradient() -> None:
     mpi.reset()
 
 
-def test_headers_that_differ_let_no_data_follow(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_headers_that_differ_let_no_data_follow() -> None:
     """Each thread that tests them raises: after the first, others must not begin the data."""
 
     class Done:
@@ -262,8 +262,10 @@ def test_headers_that_differ_let_no_data_follow(monkeypatch: pytest.MonkeyPatch)
         size=2, idle_headers=[], row_exchange=row_exchange, begin_after=lambda comparison: None
     )
     lease = SimpleNamespace(comparisons=0)
-    comm: Any = SimpleNamespace(rank=0, size=2, name="both", transport=transport, lease=lease)
-    monkeypatch.setattr(_wait, "_broken", "kept from notifying ranks")
+    job = SimpleNamespace(failed=lambda error: error)
+    comm: Any = SimpleNamespace(
+        rank=0, size=2, name="both", transport=transport, lease=lease, job=job
+    )
     comparison = _headers.Comparison(_wait.Named(comm, "Iallreduce"), ("Iallreduce",))
     for _ in range(2):
         with pytest.raises(MismatchError, match="the ranks of both make different calls"):
