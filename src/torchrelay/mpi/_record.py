@@ -348,11 +348,21 @@ def _plain(call: Call, x: Tensor) -> Tensor:
     check_tensor(x)
     x = _torch.waited(x)
     if _torch.dispatches_itself(x):
-        raise ArgumentError(
-            f"{call.describe()} of a {type(x).__name__}: communicate its local tensor, and wrap "
-            "the result again; for a DTensor with to_local() and DTensor.from_local()"
-        )
+        raise ArgumentError(f"{call.describe()} of a {type(x).__name__}: {_instead_of(x)}")
     return x
+
+
+def _instead_of(x: Tensor) -> str:
+    """Return what to communicate instead of a tensor whose class has no memory of its own."""
+    from torchrelay.deferred import fake, is_deferred  # noqa: PLC0415 - for an error only
+
+    if is_deferred(x):
+        return "it is deferred and has no values yet; communicate after materialize_module()"
+    if fake.is_fake(x) or _torch.is_fake(x):
+        return "it is fake and has no values; communicate a tensor made outside the fake mode"
+    if _torch.sharding_of(x) == "dtensor":
+        return "communicate its to_local(), and wrap the result with DTensor.from_local()"
+    return "communicate the tensors inside, and wrap the results again"
 
 
 def _record(call: Call, x: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from torchrelay import _native, _torch
+from torchrelay.deferred import is_deferred, materialize_tensor
 from torchrelay.errors import ArgumentError
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "check_range",
     "check_shape",
     "describe",
+    "empty",
     "is_dense",
     "keys_of",
     "sum_rows",
@@ -70,6 +72,12 @@ def is_dense(tensor: torch.Tensor) -> bool:
     )
 
 
+def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return CPU memory, also inside ``deferred_init``."""
+    with _torch.plain_torch():
+        return torch.empty(shape, dtype=dtype, device="cpu")
+
+
 def _plain(what: str, given: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Return ``given``, as a contiguous tensor in CPU memory.
 
@@ -80,18 +88,22 @@ def _plain(what: str, given: Any, dtype: torch.dtype | None = None) -> torch.Ten
         ArgumentError: it is not a dense tensor with values, an array, or made of lists of numbers.
     """
     if isinstance(given, torch.Tensor):
+        if not is_dense(given) and is_deferred(given):
+            given = materialize_tensor(given)
         if not is_dense(given):
             raise ArgumentError(
                 f"{what} must be a dense tensor with values of its own, not a {describe(given)} "
                 f"on {given.device} ({given.layout})"
             )
-        return given.detach().cpu().contiguous().resolve_conj().resolve_neg()
+        found: torch.Tensor = given
+        return found.detach().cpu().contiguous().resolve_conj().resolve_neg()
     try:
         array = np.asarray(given)
         if not isinstance(given, np.ndarray) and not array.size and dtype is None:
             array = array.astype(np.int64)  # of lists without numbers
         native = array.dtype.newbyteorder("=")
-        tensor = torch.from_numpy(np.require(array, native, ["C", "W"]))
+        with _torch.plain_torch():  # it is real, also inside deferred_init
+            tensor: torch.Tensor = torch.from_numpy(np.require(array, native, ["C", "W"]))
     except (TypeError, ValueError, OverflowError) as error:
         raise ArgumentError(
             f"{what} must be a tensor, an array, or lists of numbers, not a {describe(given)}: "

@@ -11,11 +11,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from torchrelay import _torch
+from torchrelay.deferred import is_deferred, materialize_tensor
 from torchrelay.errors import MismatchError
-from torchrelay.parameters._arrays import describe, is_dense
+from torchrelay.parameters._arrays import describe, empty, is_dense, keys_of
 
 if TYPE_CHECKING:
     from torchrelay.parameters._table import Table
@@ -81,7 +83,7 @@ def shard_of(table: Table) -> RowShard:
 
 def rows_of(table: Table, start: int, end: int) -> torch.Tensor:
     """Return the rows of the keys [``start``, ``end``), ``(n, row_length)``. Not collective."""
-    everything = torch.empty(end - start, table.row_length, dtype=table.dtype, device="cpu")
+    everything = empty(end - start, table.row_length, dtype=table.dtype)
     for keys, rows in _pieces(start, everything):
         table._open_worker.pull_rows(keys, rows)
     return everything
@@ -96,6 +98,8 @@ def load_rows(table: Table, state: dict[str, Any]) -> None:
     _refuse_together(table, _misfit(table, state))
     values_only = "rows" not in state
     given = state["weight" if values_only else "rows"]
+    if is_deferred(given):
+        given = materialize_tensor(given)
     table.sync()  # earlier pushes are not applied to the new rows
     start, end = key_range(table.num_keys, table.worker_index, table.workers)
     mine = (
@@ -128,7 +132,7 @@ def _misfit(table: Table, state: Any) -> str | None:
         return "the state of a table is a dict with its 'rows', or the 'weight' of an nn.Embedding"
     given = state[names[0]]
     if not isinstance(given, RowShard) and not (
-        isinstance(given, torch.Tensor) and is_dense(given)
+        isinstance(given, torch.Tensor) and (is_dense(given) or is_deferred(given))
     ):
         return f"{names[0]} must be a dense tensor with values of its own, not a {describe(given)}"
     return _misfit_of(table, given, values_only=names[0] == "weight")
@@ -167,4 +171,4 @@ def _pieces(start: int, rows: torch.Tensor) -> Iterator[tuple[torch.Tensor, torc
     """Yield the keys from ``start`` on with their rows, some at a time."""
     for first in range(0, len(rows), ROWS_AT_ONCE):
         piece = rows[first : first + ROWS_AT_ONCE]
-        yield torch.arange(start + first, start + first + len(piece), device="cpu"), piece
+        yield keys_of(np.arange(start + first, start + first + len(piece))), piece

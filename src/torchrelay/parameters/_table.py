@@ -18,6 +18,7 @@ from torchrelay.parameters._arrays import (
     Keys,
     check_range,
     check_shape,
+    empty,
     keys_of,
     values_of,
     whole_number,
@@ -240,7 +241,7 @@ class Table(Resource):
         """
         found = keys_of(keys)
         if out is None:
-            out = torch.empty(*found.shape, self.dim, dtype=self.dtype, device="cpu")
+            out = empty(*found.shape, self.dim, dtype=self.dtype)
         check_shape(found, out, self.dim)
         self._access(found, self._open_worker.pull, out)
         return out
@@ -325,7 +326,7 @@ class Table(Resource):
             UnavailableError: the scheme is ``local`` and no key of the range is at this node.
         """
         worker = self._open_worker
-        keys = torch.empty(whole_number("count", count), dtype=torch.int64, device="cpu")
+        keys = empty(whole_number("count", count), dtype=torch.int64)
         worker.draw_sample(keys, self.clock if start is None else whole_number("start", start))
         return keys
 

@@ -95,12 +95,68 @@ def test_optimizers_of_training_take_deferred_parameters(materializes_first: boo
     _assert_alike(module, eager)
 
 
+@pytest.mark.parametrize("kind", [Embedding, EmbeddingBag])
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda kind: kind(4, 3).reset_parameters(),
+        lambda kind: kind(4, 3).to_torch().weight,
+        lambda kind: kind.from_pretrained(torch.randn(4, 3)).to_torch().weight,
+        lambda kind: kind(4, 3).load_state_dict({"weight": torch.randn(4, 3)}),
+        lambda kind: kind(4, 3).load_state_dict(nn.Embedding(4, 3).state_dict()),
+        lambda kind: kind(4, 3).state_dict()["rows"],
+        lambda kind: kind(4, 3).table.rows(),
+        lambda kind: kind(4, 3).table.pull(torch.arange(3)),
+        lambda kind: kind(4, 3).table.push([1], torch.randn(1, 3)),
+        lambda kind: kind(4, 3).table.set(torch.arange(2), torch.randn(2, 3)),
+    ],
+)
+def test_what_a_table_offers_works_inside_deferred_init(
+    kind: Any, use: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in eager mode: the rows are real, and the arguments may be deferred."""
+    made: list[Any] = []
+
+    def build() -> nn.Module:
+        module = nn.Sequential(nn.Linear(2, 2))
+        with monkeypatch.context() as patch:
+            start = kind.__init__
+
+            def started(self: Any, *args: Any, **options: Any) -> None:
+                start(self, *args, **options)
+                made.append(self)
+
+            patch.setattr(kind, "__init__", started)
+            found = use(kind)
+        assert not isinstance(found, torch.Tensor) or not fake.is_fake(found)
+        module.append(nn.Linear(2, 2))
+        return module
+
+    torch.manual_seed(6)
+    eager = build()
+    torch.manual_seed(6)
+    module = deferred_init(build)
+    materialize_module(module)
+    _assert_alike(module, eager)
+    one, other = made
+    assert torch.equal(one.table.rows(), other.table.rows())
+    for table in made:
+        table.close()
+
+
 @pytest.mark.parametrize(
     "call",
     [
         lambda comm, t: comm.Bcast_(t, 0),
         lambda comm, t: comm.Allreduce(t, mpi.MPI_SUM),
         lambda comm, t: comm.Allgather(t, 0),
+        lambda comm, t: comm.Reduce_(t, mpi.MPI_SUM, 0),
+        lambda comm, t: comm.Scatter(t, 0, 2, 0),
+        lambda comm, t: comm.Alltoall(t, 0, 0, 2),
+        lambda comm, t: comm.Isend(t, 0),
+        lambda comm, t: comm.Irecv(t, 0),
+        lambda comm, t: comm.Recv(t, 0),
+        lambda comm, t: comm.Sendrecv(t, 0, 0),
     ],
 )
 def test_mpi_refuses_to_send_what_has_no_values(call: Callable[[Any, torch.Tensor], Any]) -> None:
@@ -111,12 +167,16 @@ def test_mpi_refuses_to_send_what_has_no_values(call: Callable[[Any, torch.Tenso
 
     torch.manual_seed(6)
     state = torch.get_rng_state()
-    with pytest.raises(ArgumentError, match="FakeTensor"):
+    with pytest.raises(ArgumentError, match=r"no values yet; communicate after materialize_module"):
         deferred_init(build)
     assert torch.equal(torch.get_rng_state(), state)
     module = deferred_init(nn.Linear, 2, 2)
+    with pytest.raises(ArgumentError, match=r"is deferred and has no values yet"):
+        call(mpi.COMM_WORLD, module.weight)
     materialize_module(module)
-    call(mpi.COMM_WORLD, module.weight.detach())
+    mpi.COMM_WORLD.Allreduce(module.weight.detach(), mpi.MPI_SUM)
+    with fake.fake_mode(), pytest.raises(ArgumentError, match=r"fake and has no values; communi"):
+        call(mpi.COMM_WORLD, torch.ones(2, 2))
 
 
 def test_a_skeleton_of_switching_is_deferred() -> None:
