@@ -136,7 +136,8 @@ def latest(parent: Path, default: Any = _RAISE, *, pattern: str | None = None) -
 
     Args:
         default: what to return if there is no checkpoint, or no such folder.
-        pattern: which names to consider instead, as in a shell, such as ``"step-*"``.
+        pattern: the series to consider, such as ``"step-*"``; or names, as in a shell, if there is
+            no series of that name.
 
     Raises:
         ArgumentError: there are several series; the message names them.
@@ -163,11 +164,11 @@ def _newest(parent: Path, pattern: str | None = None) -> str | None:
     groups: dict[str, list[str]] = defaultdict(list)
     for path in _newest_first(heads):
         head, name = heads[path], split(path)[1]
-        if pattern is None:
-            # Copies of one checkpoint, and links to it, have its id.
-            groups[series_of(head, name) or head.id].append(path)
-        elif fnmatchcase(name, pattern):
-            groups[pattern].append(path)
+        # Copies of one checkpoint, and links to it, have its id.
+        groups[series_of(head, name) or head.id].append(path)
+    if pattern is not None:  # the name of a series fits those of others, too
+        matching = [path for path in _newest_first(heads) if fnmatchcase(split(path)[1], pattern)]
+        groups = {pattern: groups.get(pattern, matching)}
     whole = {group: next(filter(_is_whole, paths), None) for group, paths in groups.items()}
     found = {group: path for group, path in whole.items() if path is not None}
     numbered = {group: path for group, path in found.items() if "*" in group}

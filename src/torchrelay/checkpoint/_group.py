@@ -66,8 +66,7 @@ class Group:
         if self.size > 1:
             with self._lost_peers("gathering"):
                 dist.all_gather_object(outcomes, outcomes[self.rank], group=self._group)
-            self._error = None  # it has the same message everywhere, which names its rank
-        return [self._result(outcome) for outcome in outcomes]
+        return [self._result(outcome, is_same=self.size > 1) for outcome in outcomes]
 
     def coordinate(self, local: Callable[[], T]) -> T:
         """Call ``local`` on the coordinator; return or raise its outcome on every rank."""
@@ -105,13 +104,16 @@ class Group:
             self._error = error
             return _Outcome(self.global_rank, failure=described(error, self.global_rank))
 
-    def _result(self, outcome: _Outcome) -> Any:
-        """Return the value, or raise the error; the original on the rank that raised it."""
+    def _result(self, outcome: _Outcome, is_same: bool = False) -> Any:
+        """Return the value, or raise the error; on the rank that raised it the original or, if the
+        message ``is_same`` on all ranks and names that one, the cause.
+        """
         if outcome.failure is None:
             return outcome.value
-        if outcome.rank == self.global_rank and self._error is not None:
-            raise self._error
-        raise from_json(outcome.failure)
+        original = self._error if outcome.rank == self.global_rank else None
+        if original is not None and not is_same:
+            raise original
+        raise from_json(outcome.failure) from original
 
     @contextmanager
     def _lost_peers(self, what: str) -> Iterator[None]:

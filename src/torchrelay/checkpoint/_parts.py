@@ -25,6 +25,7 @@ from torchrelay.checkpoint._state import (
     is_nested,
     is_stateful,
     key_of,
+    state_dict_of,
 )
 from torchrelay.checkpoint._subclasses import SUBCLASS, joined
 from torchrelay.checkpoint._tensors import is_waiting
@@ -60,7 +61,9 @@ class Part:
         self.owner = owner
         self.start = start
         self.own_code = () if owner is None else self._own_code()
-        self.state = state if owner is None else self._state_now()
+        self.state = state
+        if owner is not None:
+            self.state = state_dict_of(start.removesuffix("."), owner, self._state_now)
         self.leaves: dict[str, Leaf] = {} if owner is None else flatten(self.state)
         self.paths: list[Path] = []
         self.taken: dict[Path, str] = {}

@@ -31,7 +31,7 @@ from torchrelay.checkpoint._saving import (
     SaveOptions,
     Saving,
 )
-from torchrelay.checkpoint._storage import Path, storage_errors, text_of
+from torchrelay.checkpoint._storage import Path, split, storage_errors, text_of
 from torchrelay.checkpoint._tensors import address_of, data_of, plain
 from torchrelay.checkpoint._types import Sizes
 from torchrelay.checkpoint._writer_process import WriteJob
@@ -196,7 +196,7 @@ class SaveHandle:
         if self._is_left:
             return PeerLostError(
                 f"{self.path}: the writer process was left before it reported the end of the save; "
-                "latest() finds the checkpoint if it is committed"
+                f"if it is committed, 'torchrelay checkpoint ls {split(self.path)[0]}' lists it"
             )
         reason = self._helper.exit_reason()
         self._helper.kill()  # if it has only closed its end

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +11,7 @@ from torchrelay import _torch
 from torchrelay.checkpoint._subclasses import SUBCLASS, parts_of
 from torchrelay.checkpoint._types import MAX_DEPTH, StatePath
 from torchrelay.checkpoint._values import decode
-from torchrelay.errors import ArgumentError, CorruptionError
+from torchrelay.errors import ArgumentError, CorruptionError, TorchRelayError
 
 __all__ = [
     "ORDINARY",
@@ -26,6 +26,7 @@ __all__ = [
     "leaf_path",
     "put",
     "relative_path",
+    "state_dict_of",
 ]
 
 _MAX_GAP = 1_000_000  # items that a list may lack before the one that a path leads to
@@ -75,12 +76,28 @@ def flatten(state: Any, *, expand: bool = False) -> dict[str, Leaf]:
             dictionary.
     """
     found: dict[str, Leaf] = {}
-    _visit_mapping(found, (), "", _expanded(state) if expand else state, expand)
+    if expand and is_stateful(state):
+        state = state_dict_of("", state)
+    _visit_mapping(found, (), "", state, expand)
     return found
 
 
-def _expanded(value: Any) -> Any:
-    return value.state_dict() if is_stateful(value) else value
+def state_dict_of(key: str, value: Any, get: Callable[[], Any] | None = None) -> Any:
+    """Return what ``state_dict()`` of a stateful object returns, or ``get()`` in its place.
+
+    Raises:
+        ArgumentError: it raises something else than our errors, or memory is short; the message
+            names the object.
+    """
+    try:
+        return value.state_dict() if get is None else get()
+    except (TorchRelayError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        name = f" {key!r}" if key else ""
+        raise ArgumentError(
+            f"state_dict() of {type(value).__name__}{name} raised {type(error).__name__}: {error}"
+        ) from error
 
 
 def _visit_mapping(
@@ -117,7 +134,7 @@ def _visit(
             return
     elif is_stateful(value):
         if expand:
-            _visit_mapping(found, path, f"{key}.", value.state_dict(), expand)
+            _visit_mapping(found, path, f"{key}.", state_dict_of(key, value), expand)
             return
     elif isinstance(value, Mapping) and path[-1] != SUBCLASS:  # read back, it is still one value
         _visit_mapping(found, path, f"{key}.", value, expand)

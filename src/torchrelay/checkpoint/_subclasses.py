@@ -102,7 +102,13 @@ def parts_of(key: str, tensor: torch.Tensor) -> dict[str, Any] | None:
         }
         name = block_of(key, tensor)
         return found if name is None else {**found, name: local}
-    parts = _torch.parts_of(tensor) if sharding == "plain" and not tensor.is_nested else None
+    try:
+        parts = _torch.parts_of(tensor) if sharding == "plain" and not tensor.is_nested else None
+    except Exception as error:
+        raise ArgumentError(
+            f"{key}: __tensor_flatten__() of {type(tensor).__name__} raised "
+            f"{type(error).__name__}: {error}"
+        ) from error
     if parts is None:
         return None
     names, context = parts

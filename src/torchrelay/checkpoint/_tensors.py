@@ -67,6 +67,16 @@ class TensorState(NamedTuple):
     tensors: tuple[torch.Tensor, ...]
 
 
+# What tensors of other layouts are made of.
+_ROWS = "crow_indices(), col_indices() and values()"
+_COLUMNS = "ccol_indices(), row_indices() and values()"
+_PARTS = {
+    torch.sparse_coo: "coalesce().indices() and coalesce().values()",
+    torch.sparse_csr: _ROWS,
+    torch.sparse_bsr: _ROWS,
+    torch.sparse_csc: _COLUMNS,
+    torch.sparse_bsc: _COLUMNS,
+}
 _DTYPES = {getattr(torch, name): dtype for name, dtype in DTYPES.items()}
 
 
@@ -90,7 +100,8 @@ def dtype_of(key: str, tensor: torch.Tensor) -> Dtype:
         )
     if tensor.layout is not torch.strided:
         raise UnsupportedError(
-            f"{key}: a checkpoint holds strided tensors, not {tensor.layout}; save its parts"
+            f"{key}: a checkpoint holds strided tensors, not {tensor.layout}; save its "
+            + _PARTS.get(tensor.layout, "to_dense()")
         )
     return _DTYPES[tensor.dtype]
 

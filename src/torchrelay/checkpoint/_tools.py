@@ -26,7 +26,13 @@ from torchrelay.checkpoint._storage import storage_errors
 from torchrelay.checkpoint._tensors import dtype_of
 from torchrelay.checkpoint._types import INDEX, Box
 from torchrelay.checkpoint._values import Encoded, decode, encode
-from torchrelay.errors import ArgumentError, CorruptionError, UnavailableError, UnsupportedError
+from torchrelay.errors import (
+    ArgumentError,
+    CorruptionError,
+    StorageError,
+    UnavailableError,
+    UnsupportedError,
+)
 
 __all__ = ["FORMATS", "convert", "read_state"]
 
@@ -113,9 +119,13 @@ def _is_torch_file(path: str) -> bool:
 
 def _read_torch(path: str) -> dict[str, Any]:
     try:
-        found = load_pickled(path)
+        # torch would go by the name of the file
+        with storage_errors(f"reading {path}"), open(path, "rb") as file:
+            found = load_pickled(file)
     except UnsupportedError as error:
         raise UnsupportedError(f"{path}: {error}") from None
+    except StorageError:
+        raise
     except Exception as error:
         raise CorruptionError(f"{path}: torch.load refuses it ({error})") from error
     if not isinstance(found, dict):

@@ -31,6 +31,7 @@ from torchrelay.checkpoint._saving import (
     Saving,
     described,
 )
+from torchrelay.checkpoint._storage import split
 from torchrelay.checkpoint._types import Box, DataFile
 from torchrelay.errors import OperationTimeoutError, PeerLostError, from_json
 
@@ -156,7 +157,7 @@ class _Writing:
         is_committed = self.saving.is_committed
         self._wait(
             lambda: [coordinator] if is_committed(save_id) is None else [],
-            "latest() finds the checkpoint if it is committed all the same",
+            f"if it is committed, 'torchrelay checkpoint ls {split(self.job.path)[0]}' lists it",
         )
         if not is_committed(save_id):
             raise PeerLostError(

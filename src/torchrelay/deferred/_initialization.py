@@ -68,6 +68,8 @@ def is_deferred(value: torch.Tensor | torch.nn.Module) -> bool:
     Raises:
         ArgumentError: it is neither.
     """
+    if type(value) in (torch.Tensor, torch.nn.Parameter):
+        return False  # the rest would take longer than all else of a load
     if isinstance(value, torch.Tensor):
         return any(
             isinstance(one, FakeTensor) and one._region.storage.deferred

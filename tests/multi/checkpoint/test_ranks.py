@@ -117,6 +117,36 @@ def test_a_target_that_one_rank_cannot_fill(tmp_path: Path, world: World) -> Non
 
 
 @pytest.mark.processes(2)
+def test_an_object_whose_state_dict_raises_is_named_on_every_rank(
+    tmp_path: Path, world: World
+) -> None:
+    """With its own error as the cause on the rank that has it; nobody is taken for lost."""
+    from torchrelay.checkpoint import async_save, load, save
+
+    class Broken(torch.nn.Linear):
+        def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+            if world.rank == 1:
+                raise ZeroDivisionError("nothing to divide by")
+            return super().state_dict(*args, **kwargs)
+
+    _start(world)
+    good = torch.nn.Linear(2, 2)
+    save({"a": {"b": good}}, tmp_path / "x", fsync=False)
+    for call in (save, async_save, load):
+        with pytest.raises(ArgumentError) as caught:
+            call({"a": {"b": Broken(2, 2)}}, tmp_path / "x")
+        message = "state_dict() of Broken 'a.b' raised ZeroDivisionError: nothing to divide by"
+        is_original = world.rank == 1 and call is not load
+        assert str(caught.value) == (message if is_original else f"rank 1: {message}")
+        if world.rank == 1:
+            own = caught.value if is_original else caught.value.__cause__
+            assert own is not None and isinstance(own.__cause__, ZeroDivisionError)
+    for broken, name in ((Broken(2, 2), "Broken"), (torch.nn.Sequential(Broken(2, 2)), "Seq")):
+        with pytest.raises(ArgumentError, match=rf"state_dict\(\) of {name}\w* raised"):
+            save(broken, tmp_path / "x")
+
+
+@pytest.mark.processes(2)
 def test_what_the_coordinator_alone_fails_at_fails_on_all_ranks(
     tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
