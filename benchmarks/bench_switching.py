@@ -174,7 +174,7 @@ def check(switcher: Switcher, rivals: Rivals, names: tuple[str, ...]) -> None:
 
 def cold(switcher: Switcher, name: str) -> Callable[[], object]:
     """A request to a model that has just lost its place in the arena."""
-    switcher._daemon.loop.call(lambda: switcher._daemon.residency.arena.evict(name))
+    switcher._daemon.owner.call(lambda: switcher._daemon.residency.arena.evict(name))
     return lambda: switcher.infer(name, inputs_of(name))
 
 
@@ -320,7 +320,7 @@ def allocate_memory(switcher: Switcher) -> None:
 def emptied(switcher: Switcher) -> torch.Tensor:
     """The bytes of the arena, where no model is left."""
     for name in switcher.models():
-        switcher._daemon.loop.call(lambda name=name: switcher._daemon.residency.arena.evict(name))  # type: ignore[misc]
+        switcher._daemon.owner.call(lambda name=name: switcher._daemon.residency.arena.evict(name))  # type: ignore[misc]
     return switcher._cache.tensor((switcher._cache.size_bytes,), torch.uint8)
 
 

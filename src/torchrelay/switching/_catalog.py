@@ -17,7 +17,7 @@ from torchrelay.switching import _messages
 from torchrelay.switching._contract import WorkerLink
 from torchrelay.switching._fleet import Fleet, WorkerProcess
 from torchrelay.switching._layout import Grouped
-from torchrelay.switching._loop import Loop
+from torchrelay.switching._owner import Owner
 from torchrelay.switching._planner import Costs, grouped_by_profile
 from torchrelay.switching._profile import Profile, load_profile, save_profile
 from torchrelay.switching._queue import Request, RequestQueue
@@ -32,11 +32,11 @@ _MAX_LOST_BUILDS = 3  # in a row, of a model that was built before
 
 @dataclass(eq=False)
 class Catalog:
-    """The models by name. The loop's lock protects it; any thread may look a model up."""
+    """The models by name."""
 
     does = "loading"
 
-    loop: Loop
+    owner: Owner
     queue: RequestQueue
     residency: Residency
     fleet: Fleet
@@ -85,11 +85,11 @@ class Catalog:
                 self.fleet.lose(worker, f"was building model {name!r}, which {reason}")
 
     def progress(self, name: str) -> str:
-        """Return what the model that is loading waits for. Needs no lock."""
+        """Return what the model that is loading waits for."""
         served = self.models.get(name)
         if served is not None and served.profiling:
             step = "it is profiled, by its first run"
-        elif served is not None and any(one is served for one in list(self._builds.values())):
+        elif served is not None and any(one is served for one in self._builds.values()):
             step = "a worker builds it"
         else:
             step = "it waits for a worker"
@@ -181,7 +181,7 @@ class Catalog:
         inputs = {spec.name: spec.example_tensor() for spec in served.model.inputs}
         request = Request(served.name, inputs, priority=_PROFILE_PRIORITY, is_profile=True)
         request.future.add_done_callback(
-            lambda future: self.loop.post(lambda: self._on_profiled(served, future))
+            lambda future: self.owner.post_event(partial(self._on_profiled, served, future))
         )
         self.queue.push_back(request)
 
@@ -235,7 +235,7 @@ class Catalog:
         for request in self.queue:
             if request.model == served.name:
                 self.queue.remove(request)
-                self.loop.later(partial(request.fail, error))
+                request.fail(error)
         served.fail(error)
 
     def _forget(self, name: str) -> None:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import math
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable
 from concurrent.futures import Future
-from functools import partial
 from typing import Any
 
 from torchrelay.config import Switching
@@ -18,10 +15,10 @@ from torchrelay.switching._catalog import Catalog
 from torchrelay.switching._code import digest_of
 from torchrelay.switching._contract import WorkerLink
 from torchrelay.switching._dispatcher import Dispatcher
-from torchrelay.switching._fleet import Fleet, WorkerProcess
-from torchrelay.switching._loop import Loop
+from torchrelay.switching._fleet import Fleet
+from torchrelay.switching._owner import Owner
 from torchrelay.switching._planner import Costs
-from torchrelay.switching._queue import Reply, Request, RequestQueue
+from torchrelay.switching._queue import Request, RequestQueue
 from torchrelay.switching._residency import Residency, Served
 from torchrelay.switching._scheduler import TrainingHandle, TrainingScheduler
 from torchrelay.switching._store import ModelStore, StoredModel
@@ -46,8 +43,7 @@ _EXIT_S = 5.0  # how long workers may take to exit
 class Daemon:
     """The parts of a switcher, and the decisions between them.
 
-    The loop's lock protects everything: methods that do not take it are called within
-    ``loop.call()``.
+    All of it, parts included, belongs to the thread of `owner`, to which others post.
     """
 
     def __init__(
@@ -62,20 +58,20 @@ class Daemon:
         self._store = store
         self.queue = RequestQueue(options.queue_limit)
         self.counts = Counter(dict.fromkeys(COUNTERS, 0))
-        self.loop = Loop(self.decide, self._crashed)
+        self.owner = Owner(self.decide, self._crashed)
         self.is_draining = False
         self._draining_until = math.inf
         self._ended: UnavailableError | None = None
         self.failure: UnavailableError | None = None  # an error of the daemon itself, that ended it
         sizes = cache.size_bytes, cache.granule_bytes
-        self.residency = Residency(self.loop, link, *sizes, self.counts)
-        self.loop.on_end = self.residency.close
-        self.fleet = Fleet(self.loop, cache, options)
+        self.residency = Residency(self.owner, link, *sizes, self.counts)
+        self.owner.on_end = self.residency.close
+        self.fleet = Fleet(self.owner, cache, options)
         self.residency.on_dropped = self.fleet.unmap
         self.training = TrainingScheduler(self.fleet)
         parts = self.queue, self.residency, self.fleet
-        self.catalog = Catalog(self.loop, *parts, link, costs, options)
-        self.dispatcher = Dispatcher(self.catalog, *parts, self.counts, self.loop, options)
+        self.catalog = Catalog(self.owner, *parts, link, costs, options)
+        self.dispatcher = Dispatcher(self.catalog, *parts, self.counts, options)
 
     def add_model(self, model: StoredModel, priority: int) -> Future[None]:
         """Serve `model`; the future is done when a request can run."""
@@ -102,35 +98,14 @@ class Daemon:
     def forget(self, request: Request) -> None:
         """Remove a cancelled request."""
         self.counts["expired"] += self.queue.remove(request)
+        request.claim()
 
-    def run(self, request: Request) -> Reply:
-        """Queue `request`, without the lock, and wait for its reply.
-
-        If it can run at once, this thread sends it to the worker and reads the answer.
-        """
-
-        def start() -> WorkerProcess | None:
-            self.submit(request)
-            self.dispatcher.start_next(self.training.pause)
-            run = self.dispatcher.run
-            if run is None or run.requests != [request]:
-                return None
-            self.fleet.take_channel(run.worker)
-            return run.worker
-
-        thread = threading.get_ident()
-        try:
-            self.loop.waiting.add(thread)
-            worker = self.loop.call(start)
-            if worker is not None:
-                self._read_until_ended(request, worker)
-            reply: Reply = request.future.result()
-            return reply
-        finally:
-            self.loop.waiting.discard(thread)
+    def is_ready(self, served: Served) -> bool:
+        """Return whether the model can answer."""
+        return served.ready.done() and self.failure is None and self.error_of(served) is None
 
     def error_of(self, served: Served) -> TorchRelayError | None:
-        """Return why the model cannot answer, if it cannot. Needs no lock."""
+        """Return why the model cannot answer, if it cannot."""
         return served.error or self.fleet.broken
 
     def train(self, task: TrainingHandle) -> None:
@@ -201,27 +176,6 @@ class Daemon:
         if self.catalog.can_run(served) and not self.residency.is_resident(served):
             self.counts["prefetches"] += self.residency.prefetch(served)
 
-    def _read_until_ended(self, request: Request, worker: WorkerProcess) -> None:
-        """Handle the worker's messages until `request` no longer runs on it."""
-
-        def has_ended(event: Callable[[], None]) -> bool:
-            self.loop.handle(event)
-            run = self.dispatcher.run
-            if run is not None and run.requests == [request] and run.worker is worker:
-                return False
-            self.fleet.return_channel(worker)
-            return True
-
-        try:
-            event = self.fleet.receive(worker, None)
-            while event is not None and not self.loop.call(partial(has_ended, event)):
-                event = self.fleet.receive(worker, None)
-        except UnavailableError:
-            worker.channel.close()  # the daemon has ended; the future has the reason
-        except BaseException:
-            self.loop.post(lambda: self.fleet.return_channel(worker))
-            raise
-
     # --- for people and monitors: JSON values only
 
     def status(self) -> dict[str, Any]:
@@ -285,7 +239,7 @@ class Daemon:
             "seconds": {kind: dict(parts) for kind, parts in served.seconds.items()},
         }
 
-    def _crashed(self, error: BaseException) -> None:
+    def _crashed(self, error: Exception) -> None:
         """Fail everything: an error of the daemon must not leave callers waiting."""
         self.failure = UnavailableError(f"the switcher failed: {type(error).__name__}: {error}")
         self._end(self.failure)
@@ -304,7 +258,7 @@ class Daemon:
         self.dispatcher.fail(run.requests if run is not None else [], error)
         self.training.fail_all(error)
         self.fleet.close(timeout_s=0.0 if is_busy else _EXIT_S)
-        self.loop.stop()
+        self.owner.stop()
 
 
 def _task(task: TrainingHandle) -> dict[str, Any]:

@@ -10,7 +10,6 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -28,7 +27,6 @@ from torchrelay.errors import (
 from torchrelay.switching import _messages
 from torchrelay.switching._catalog import Catalog
 from torchrelay.switching._fleet import Fleet, WorkerProcess
-from torchrelay.switching._loop import Loop
 from torchrelay.switching._queue import Reply, Request, RequestQueue, new_id
 from torchrelay.switching._residency import Pinned, Residency, Served
 from torchrelay.switching._store import StoredModel
@@ -56,7 +54,7 @@ class RunningBatch:
 
 @dataclass(eq=False)
 class Dispatcher:
-    """Runs one request at a time. The loop's lock protects it."""
+    """Runs one request at a time."""
 
     does = "running"
 
@@ -65,7 +63,6 @@ class Dispatcher:
     residency: Residency
     fleet: Fleet
     counts: Counter[str]
-    loop: Loop
     options: Switching
     fills_batches: bool = True  # False: nothing more comes to join one
     batch_starts_at: float = math.inf  # the latest for one that waits for more requests
@@ -110,7 +107,7 @@ class Dispatcher:
     def fail(self, requests: list[Request], error: TorchRelayError) -> None:
         """Set the error of each request that has no result and was not cancelled."""
         for one in requests:
-            self.loop.later(partial(one.fail, error))
+            one.fail(error)
 
     # --- events
 
@@ -148,7 +145,7 @@ class Dispatcher:
                 text = f"the reply of model {run.served.name!r} could not be read: {error}"
                 self._fail_run(run, UnavailableError(text))
             else:
-                self.loop.later(partial(_answer, run.requests, result))
+                _answer(run.requests, result)
 
     def on_lost(self, worker: WorkerProcess) -> None:
         """Run the requests again whose worker has died, or fail them."""

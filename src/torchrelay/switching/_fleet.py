@@ -8,7 +8,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -25,7 +25,7 @@ from torchrelay.errors import (
 from torchrelay.switching import _messages
 from torchrelay.switching._cache import SharedCache
 from torchrelay.switching._contract import align
-from torchrelay.switching._loop import Loop
+from torchrelay.switching._owner import Owner
 from torchrelay.switching._request_buffer import BufferPool
 
 __all__ = ["Fleet", "WorkerProcess", "WorkerUser"]
@@ -68,7 +68,6 @@ class WorkerProcess:
         self.channel = self.process.channel
         self.pid = self.process.pid
         self.user: WorkerUser | None = None  # None: it is idle
-        self.has_reader = False  # a caller's thread reads the channel
         self.loaded: dict[str, tuple[int, int]] = {}  # model -> (version, plan)
         self.failed: set[str] = set()  # models that it could not build
         self.mapped: set[str] = set()  # models of whose memory it may have some
@@ -117,8 +116,7 @@ class WorkerProcess:
                 reason += "; does the model write to its parameters or buffers?"
         self.exit_reason = reason
         self.process.kill()
-        if not self.has_reader:  # else the reader closes it
-            self.channel.close()
+        self.channel.close()
 
     @property
     def broke_memory(self) -> bool:
@@ -133,15 +131,15 @@ class WorkerProcess:
 
 
 class Fleet:
-    """Keeps the workers alive. The loop's lock protects it."""
+    """Keeps the workers alive."""
 
     does = "starting"
 
-    def __init__(self, loop: Loop, cache: SharedCache, options: Switching) -> None:
+    def __init__(self, owner: Owner, cache: SharedCache, options: Switching) -> None:
         self.cache = cache
         self.workers: list[WorkerProcess] = []
         self.deaths = 0
-        self._loop = loop
+        self._owner = owner
         self._options = options
         self._is_closing = False
         self._failed_starts = 0
@@ -175,7 +173,7 @@ class Fleet:
         if worker not in self.workers:
             return
         self.workers.remove(worker)
-        self._loop.unwatch(worker.channel.fileno())
+        self._owner.unwatch(worker.channel.fileno())
         worker.end(reason)
         self.deaths += 1
         if worker.user is not None:
@@ -227,33 +225,16 @@ class Fleet:
             for descriptor in descriptors:
                 os.close(descriptor)
 
-    def take_channel(self, worker: WorkerProcess) -> None:
-        """Leave the channel to the calling thread, which waits for the worker."""
-        worker.has_reader = True
-        self._loop.unwatch(worker.channel.fileno())
-
-    def return_channel(self, worker: WorkerProcess) -> None:
-        """End :meth:`take_channel`."""
-        worker.has_reader = False
-        if worker not in self.workers:
-            worker.channel.close()
-        elif not self._is_closing:
-            self._watch(worker)
-
-    def receive(self, worker: WorkerProcess, timeout_s: float | None) -> Callable[[], None] | None:
-        """Return what to do about the next message; None after `timeout_s`. Needs no lock."""
+    def _read(self, worker: WorkerProcess) -> None:
         try:
-            received = worker.channel.receive(timeout_s)
+            received = worker.channel.receive(0)
         except PeerLostError:
-            return lambda: self.lose(worker)
+            self.lose(worker)
         except ProtocolError as error:
-            reason = f"sent a malformed message: {error}"
-            return lambda: self.lose(worker, reason)
-        return None if received is None else partial(self._handle, worker, *received)
-
-    def _handle(self, worker: WorkerProcess, message: object, descriptors: list[int]) -> None:
-        if worker.user is not None:
-            worker.user.on_message(worker, message, descriptors)
+            self.lose(worker, f"sent a malformed message: {error}")
+        else:
+            if received is not None and worker.user is not None:
+                worker.user.on_message(worker, *received)
 
     def close(self, timeout_s: float) -> None:
         """Ask all workers to end, and kill those that have not after `timeout_s`."""
@@ -261,7 +242,7 @@ class Fleet:
         deadline = time.monotonic() + timeout_s
         idle = [worker for worker in self.workers if worker.user is None]
         for worker in self.workers:
-            self._loop.unwatch(worker.channel.fileno())
+            self._owner.unwatch(worker.channel.fileno())
         for worker in idle:
             worker.send(_messages.Exit())
         for worker in idle:
@@ -270,12 +251,7 @@ class Fleet:
             self.workers.pop().end("was closed")
 
     def _fill(self) -> None:
-        """Start workers until there are enough; after a failure, some time later.
-
-        Only the loop's thread starts them: the kernel ends a worker with the thread that did.
-        """
-        if not self._loop.is_own_thread:
-            return  # the next decision wakes it
+        """Start workers until there are enough; after a failure, some time later."""
         while len(self.workers) < self._options.workers and not self._is_closing:
             if time.monotonic() < self._next_start:
                 return
@@ -286,16 +262,7 @@ class Fleet:
                 return
             worker.work_for(self, self._options.start_timeout_s)
             self.workers.append(worker)
-            self._watch(worker)
-
-    def _watch(self, worker: WorkerProcess) -> None:
-        self._loop.watch(worker.channel.fileno(), partial(self._read, worker))
-
-    def _read(self, worker: WorkerProcess) -> None:
-        if worker in self.workers and not worker.has_reader:
-            event = self.receive(worker, 0)
-            if event is not None:
-                event()
+            self._owner.watch(worker.channel.fileno(), partial(self._read, worker))
 
     def _start_failed(self, reason: str) -> None:
         self._failed_starts += 1

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
-import threading
 import time
 from bisect import insort
 from collections.abc import Iterator
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import attrgetter
@@ -17,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchrelay.errors import OperationTimeoutError, OverloadedError, TorchRelayError
+from torchrelay.errors import OperationTimeoutError, OverloadedError
 from torchrelay.switching._contract import align
 
 __all__ = ["Reply", "Request", "RequestQueue", "new_id"]
@@ -53,7 +51,7 @@ class Reply(NamedTuple):
 
 @dataclass(eq=False)
 class Request:
-    """One call of a model. Owned by the daemon once it is queued."""
+    """One call of a model, the daemon's own once it is posted."""
 
     model: str
     inputs: dict[str, torch.Tensor]
@@ -65,7 +63,7 @@ class Request:
     attempts: int = 0
     arrived: float = field(default_factory=time.monotonic)
     is_alone: bool = False  # runs in no batch (again)
-    _claimed: threading.Lock = field(default_factory=threading.Lock)  # once, and then for good
+    _is_claimed: bool = False  # once, and then for good
 
     @cached_property
     def rank(self) -> tuple[int, float, int]:
@@ -94,24 +92,24 @@ class Request:
 
         Whoever waits for several futures learns of a cancelled one here.
         """
-        if self._claimed.acquire(blocking=False):
+        if not self._is_claimed:
+            self._is_claimed = True
             return self.future.set_running_or_notify_cancel()
         return self.future.running()
 
     def succeed(self, result: object) -> None:
-        """Set the result; the end of the daemon may have set an error first."""
-        with contextlib.suppress(InvalidStateError):
+        """Set the result, unless there is an error."""
+        if self.claim():
             self.future.set_result(result)
 
-    def fail(self, error: TorchRelayError) -> None:
+    def fail(self, error: Exception) -> None:
         """Set the error, unless there is a result or the request was cancelled."""
         if self.claim():
-            with contextlib.suppress(InvalidStateError):  # another thread has set another one
-                self.future.set_exception(error)
+            self.future.set_exception(error)
 
 
 class RequestQueue:
-    """A bounded priority queue. The loop's lock protects it."""
+    """A bounded priority queue."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit

@@ -16,7 +16,7 @@ from torchrelay.errors import TorchRelayError
 from torchrelay.switching._arena import Arena
 from torchrelay.switching._contract import Copy, WorkerLink
 from torchrelay.switching._layout import Grouped
-from torchrelay.switching._loop import Loop
+from torchrelay.switching._owner import Owner
 from torchrelay.switching._profile import Output
 from torchrelay.switching._store import StoredModel
 
@@ -124,7 +124,7 @@ class _CopyJob:
 
 
 class Residency:
-    """Places models and copies what is missing. The loop's lock protects it."""
+    """Places models and copies what is missing."""
 
     # Called with groups whose bytes others get, before that; with a model and a group that is in
     # place; and when a copy did not succeed.
@@ -134,7 +134,7 @@ class Residency:
 
     def __init__(
         self,
-        loop: Loop,
+        owner: Owner,
         link: WorkerLink,
         size_bytes: int,
         granule_bytes: int,
@@ -142,7 +142,7 @@ class Residency:
     ) -> None:
         self.arena = Arena(size_bytes, granule_bytes)
         self.seconds_copying = 0.0
-        self._loop = loop
+        self._owner = owner
         self._link = link
         self._counts = counts
         self._copies: dict[str, _CopyJob] = {}
@@ -210,7 +210,7 @@ class Residency:
             self._copies[name].cancelled = True
 
     def close(self) -> None:
-        """Stop all copies and close the link, without the lock. Blocks for the group on it."""
+        """Stop all copies and close the link. Blocks for the group on it."""
         self.cancel_copies()
         self._copier.shutdown()
         self._link.close()
@@ -225,7 +225,7 @@ class Residency:
         except Exception as caught:  # the daemon reports it
             error = caught
         seconds = time.perf_counter() - start
-        self._loop.post(partial(self._ended, job, error, seconds))
+        self._owner.post_event(partial(self._ended, job, error, seconds))
 
     def _copy(self, job: _CopyJob) -> None:
         started: deque[tuple[int, Callable[[], None]]] = deque()
@@ -241,7 +241,7 @@ class Residency:
                     return
                 group, wait = started.popleft()
                 wait()
-                self._loop.post(partial(self._arrived, job, group))
+                self._owner.post_event(partial(self._arrived, job, group))
         finally:
             # After an error others may get the space of a copy that is still on the link.
             for _, wait in started:

@@ -165,7 +165,7 @@ def _close(descriptors: list[int]) -> None:
 
 
 class TrainingScheduler:
-    """Runs one task at a time, in the order of submission. The loop's lock protects it."""
+    """Runs one task at a time, in the order of submission."""
 
     does = "training"
 

@@ -7,7 +7,9 @@ import time
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 import torch
@@ -28,10 +30,12 @@ from torchrelay.switching._contract import WorkerLink, align
 from torchrelay.switching._daemon import Daemon
 from torchrelay.switching._factory import Factory
 from torchrelay.switching._host import HostLink
+from torchrelay.switching._owner import OwnersFuture
 from torchrelay.switching._planner import measure_link
 from torchrelay.switching._profile import Output
 from torchrelay.switching._queue import Reply, Request
 from torchrelay.switching._reports import wait_reporting
+from torchrelay.switching._residency import Served
 from torchrelay.switching._scheduler import TrainingHandle
 from torchrelay.switching._store import ModelStore, StoredModel
 from torchrelay.switching._tensors import check_mode, check_tensors
@@ -84,10 +88,11 @@ class Switcher(Resource):
             costs = measure_link(self._link, source)
             self._link.unregister(source)
             self._daemon = Daemon(store, self._cache, self._link, costs, options)
+            self._owner = self._daemon.owner
+            self._owner.start()
         except BaseException:
             self._cache.close()
             raise
-        self._daemon.loop.start()
 
     def load(self, name: str, *, priority: int = 0, timeout_s: float = 300.0) -> None:
         """Serve the store's model `name`, replacing an older version; blocks until it can answer.
@@ -102,9 +107,9 @@ class Switcher(Resource):
             ModelError: its factory or its first run failed.
             NotFoundError: the store has no such model.
             OperationTimeoutError: it was not ready after `timeout_s`.
-            UnavailableError: no worker starts, or a future's callback called this.
+            UnavailableError: no worker starts, or a coroutine of :meth:`run` called this.
         """
-        self._daemon.loop.check_can_wait()
+        self._owner.check_can_wait()
         check_mode()
         _check_priority(priority)
         model = self._store.get(name)
@@ -114,14 +119,18 @@ class Switcher(Resource):
         source = model.bytes(0, model.size_bytes)
         self._link.register(source)  # the catalog undoes it when it has forgotten the model
         try:
-            ready = self._daemon.loop.call(lambda: self._daemon.add_model(model, priority))
-        except BaseException:
+            ready = self._owner.call(lambda: self._daemon.add_model(model, priority))
+        except Exception:  # after Ctrl-C it may be loaded
             self._link.unregister(source)
             raise
         with _telemetry.event("switching", "load", name) as running:
             running.size_bytes = model.size_bytes
             try:
-                wait_reporting(ready, timeout_s, lambda: self._daemon.catalog.progress(name))
+                wait_reporting(
+                    ready,
+                    timeout_s,
+                    lambda: self._owner.read(lambda: self._daemon.catalog.progress(name)),
+                )
             except TimeoutError as error:
                 if ready.done():
                     raise
@@ -135,7 +144,7 @@ class Switcher(Resource):
         Raises:
             NotFoundError: it is not loaded.
         """
-        self._daemon.loop.call(lambda: self._daemon.catalog.remove(name))
+        self._owner.call(lambda: self._daemon.catalog.remove(name))
 
     @property
     def device(self) -> torch.device:
@@ -144,31 +153,30 @@ class Switcher(Resource):
 
     def models(self) -> tuple[str, ...]:
         """Return the names of the models that are loaded or loading."""
-        return tuple(sorted(self._daemon.catalog.models))
+        return self._owner.read(lambda: tuple(sorted(self._daemon.catalog.models)))
 
     def stored(self, name: str) -> StoredModel | None:
         """Return the model that is loaded, or loading, under `name`, of which the store may have
         another version; None if there is none.
         """
-        served = self._daemon.catalog.models.get(name)
-        return None if served is None else served.model
+        return self._of(name, lambda served: served.model, None)
 
     def is_ready(self, name: str) -> bool:
         """Return whether `name` is loaded and can answer."""
-        served = self._daemon.catalog.models.get(name)
-        return served is not None and served.ready.done() and self.failure_of(name) is None
+        try:
+            return self._of(name, self._daemon.is_ready, False)
+        except UnavailableError:
+            return False
 
     def failure_of(self, name: str) -> TorchRelayError | None:
         """Return why `name` cannot answer although it was loaded; None if it can or still loads."""
-        served = self._daemon.catalog.models.get(name)
-        return self.failure or (None if served is None else self._daemon.error_of(served))
+        return self.failure or self._of(name, self._daemon.error_of, None)
 
     def outputs(self, name: str) -> tuple[Output, ...]:
         """Return the outputs of the model that is loaded under `name`; empty if there is none, or
         before its first run.
         """
-        served = self._daemon.catalog.models.get(name)
-        return () if served is None else served.outputs
+        return self._of(name, lambda served: served.outputs, ())
 
     @property
     def failure(self) -> UnavailableError | None:
@@ -176,10 +184,13 @@ class Switcher(Resource):
         return self._daemon.failure
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run `coroutine` in the event loop that reads the workers' answers: what it awaits there
-        passes through no other thread. The switcher ends after it.
+        """Run `coroutine` in the event loop that reads the workers' answers, whose thread owns all
+        of this: what it awaits there passes through no other thread. The switcher ends after it.
+
+        In it, :meth:`infer`, :meth:`load` and :meth:`close` raise UnavailableError, as they would
+        wait for their own thread: await :meth:`submit`.
         """
-        return self._daemon.loop.run(coroutine)
+        return self._owner.run(coroutine)
 
     def submit(
         self,
@@ -189,14 +200,12 @@ class Switcher(Resource):
         priority: int = 0,
         deadline_s: float | None = None,
         copy: bool = True,
-    ) -> Future[Reply]:
+    ) -> OwnersFuture[Reply]:
         """Queue a request and return the future of its reply. Cancelling the future takes it off
-        the queue.
+        the queue. A coroutine can await it.
 
-        The future's callbacks run in the thread that answers requests. There, in a coroutine of
-        :meth:`run`, and in a signal handler that interrupts :meth:`infer`, the methods
-        :meth:`infer`, :meth:`load` and :meth:`close` raise UnavailableError, as they would wait for
-        their own thread; :meth:`submit` does not wait.
+        The future's callbacks run one after the other, in a thread of their own, where they may
+        wait for other requests.
 
         Args:
             priority: from -1000 to 1000. Higher ones run first, however long lower ones wait.
@@ -214,16 +223,9 @@ class Switcher(Resource):
         The future raises ModelError, OperationTimeoutError, OverloadedError, PeerLostError,
         NotFoundError or UnavailableError.
         """
-        request = self._request(name, inputs, priority, deadline_s, copies=copy)
-
-        def forget(future: Future[Reply]) -> None:
-            if future.cancelled():
-                request.claim()
-                self._daemon.loop.post(lambda: self._daemon.forget(request))
-
-        self._daemon.loop.call(lambda: self._daemon.submit(request))
-        request.future.add_done_callback(forget)
-        return request.future
+        request, future = self._request(name, inputs, priority, deadline_s, copies=copy)
+        self._owner.call(lambda: self._daemon.submit(request))
+        return future
 
     def infer(
         self,
@@ -236,10 +238,17 @@ class Switcher(Resource):
         """Return the model's outputs by name; a single tensor is named "output". As :meth:`submit`,
         but blocks.
         """
-        self._daemon.loop.check_can_wait()
-        request = self._request(name, inputs, priority, deadline_s, copies=False)
+        self._owner.check_can_wait()
+        request, future = self._request(name, inputs, priority, deadline_s, copies=False)
         with _torch.span("torchrelay.switching.infer"):
-            return self._daemon.run(request).outputs
+            answered = SimpleQueue[Future[Reply]]()  # a signal handler may interrupt the wait
+            future.when_done(answered.put)
+            try:
+                self._owner.post(lambda: self._daemon.submit(request), request.fail)
+                return answered.get().result().outputs
+            except BaseException:
+                future.cancel()  # after Ctrl-C it would still run
+                raise
 
     def train(
         self,
@@ -274,22 +283,22 @@ class Switcher(Resource):
                 f"a task needs at least 1 step and save_every of at least 0, not {steps}, "
                 f"{save_every}"
             )
-        loop, cancel = self._daemon.loop, self._daemon.training.cancel
+        owner, cancel = self._owner, self._daemon.training.cancel
         task = TrainingHandle(
             name,
             Factory.of(factory, kwargs, seed),
             steps,
             save_every,
-            on_cancel=lambda one: loop.call(lambda: cancel(one)),
+            on_cancel=lambda one: owner.call(lambda: cancel(one)),
         )
         if resume is not None:
             task._resume(resume)
-        loop.call(lambda: self._daemon.train(task))
+        owner.call(lambda: self._daemon.train(task))
         return task
 
     def status(self) -> dict[str, Any]:
         """Return the resident models, and queued, running and finished requests, as JSON values."""
-        return self._daemon.loop.call(self._daemon.status)
+        return self._owner.read(self._daemon.status)
 
     def close(self, grace_s: float = 10.0) -> None:
         """Finish what is queued, for at most `grace_s`, then end the workers and free the arena.
@@ -298,17 +307,29 @@ class Switcher(Resource):
         """
         if self._closed:
             return
-        self._daemon.loop.check_can_wait()
+        self._owner.check_can_wait()
         self._closed = True
-        if self._daemon.loop.is_foreign:
-            self._cache.close()
-            return
-        self._daemon.loop.post(lambda: self._daemon.drain(grace_s))
-        self._daemon.loop.join()
+        if not self._owner.is_foreign:
+            self._owner.post(lambda: self._daemon.drain(grace_s))
+            self._owner.join()
         self._cache.close()
 
     def _end_block(self, error: BaseException | None) -> None:
         self.close(grace_s=10.0 if error is None else 0.0)
+
+    def _of(self, name: str, property_of: Callable[[Served], T], default: T) -> T:
+        """Return what `property_of` says of the model that is loaded, or loading, under `name`."""
+
+        def find() -> T:
+            served = self._daemon.catalog.models.get(name)
+            return default if served is None else property_of(served)
+
+        return self._owner.read(find)
+
+    def _forget(self, request: Request, future: Future[Reply]) -> None:
+        """Take a request off the queue if it was cancelled."""
+        if future.cancelled() and not self._owner.is_foreign:
+            self._owner.post(lambda: self._daemon.forget(request))
 
     def _request(
         self,
@@ -318,7 +339,7 @@ class Switcher(Resource):
         deadline_s: float | None,
         *,
         copies: bool,
-    ) -> Request:
+    ) -> tuple[Request, OwnersFuture[Reply]]:
         _check_priority(priority)
         check_tensors(inputs)
         self._check_size("the inputs", [value.nbytes for value in inputs.values()])
@@ -329,8 +350,10 @@ class Switcher(Resource):
             key: value.detach().to("cpu", copy=copies) if copies or not value.is_cpu else value
             for key, value in inputs.items()
         }
-        deadline = time.monotonic() + wait_s
-        return Request(name, plain, priority=priority, deadline=deadline)
+        deadline, future = time.monotonic() + wait_s, OwnersFuture[Reply](self._owner)
+        request = Request(name, plain, future, priority=priority, deadline=deadline)
+        future.when_done(partial(self._forget, request))
+        return request, future
 
     def _check_size(self, what: str, sizes: list[int]) -> None:
         size_bytes, limit = sum(map(align, sizes)), self._daemon.options.request_bytes

@@ -89,8 +89,8 @@ def two_standby(switcher: Switcher) -> None:
 def evict(switcher: Switcher, name: str) -> None:
     """Take a model that nothing uses out of the arena."""
     daemon = switcher._daemon
-    eventually(lambda: daemon.loop.call(lambda: daemon.residency.is_unused(name)))
-    daemon.loop.call(lambda: daemon.residency.arena.evict(name))
+    eventually(lambda: daemon.owner.call(lambda: daemon.residency.is_unused(name)))
+    daemon.owner.call(lambda: daemon.residency.arena.evict(name))
 
 
 def test_a_worker_killed_while_it_computes_is_replaced_and_the_request_runs_again(
@@ -450,7 +450,7 @@ def test_an_error_in_the_daemon_ends_every_wait(
         def fail() -> float:
             raise ValueError("a mistake in the daemon")
 
-        monkeypatch.setattr(switcher._daemon.loop, "decide", fail)
+        monkeypatch.setattr(switcher._daemon.owner, "decide", fail)
         # Calls before the end get the reason, later ones that the switcher is closed.
         message = r"failed: ValueError: a mistake in the daemon|the switcher is closed"
         with pytest.raises(UnavailableError, match=message):

@@ -5,10 +5,8 @@ page.
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from collections import Counter, defaultdict
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -176,10 +174,8 @@ class Endpoints:
                 if deadline_s is not None:
                     deadline_s = max(0.0, deadline_s - (time.monotonic() - started))
                 priority = (given and given.priority) or 0
-                reply = await awaited(
-                    self._switcher.submit(
-                        name, inputs, copy=False, priority=priority, deadline_s=deadline_s
-                    )
+                reply = await self._switcher.submit(
+                    name, inputs, copy=False, priority=priority, deadline_s=deadline_s
                 )
                 response = _reply(asked, reply, version)
         except TorchRelayError:
@@ -211,7 +207,7 @@ class Endpoints:
         """Load or reload a model of the models file; parameters are refused."""
         self._check_control()
         await self._asked(request, LoadRequest)
-        await asyncio.shield(awaited(self._repository.load(name)))
+        await asyncio.shield(asyncio.wrap_future(self._repository.load(name)))
         return json_of({})
 
     async def unload(self, request: Request, name: str) -> Response:
@@ -267,39 +263,6 @@ class _Statistics:
             },
             "batch_stats": [],
         }
-
-
-def awaited(future: Future[T]) -> asyncio.Future[T]:
-    """Return a future of this event loop. Usually `future` is completed in the loop's own thread,
-    and nothing needs to wake it.
-    """
-    loop, thread = asyncio.get_running_loop(), threading.get_ident()
-    waiter: asyncio.Future[T] = loop.create_future()
-
-    def finish() -> None:
-        if waiter.done():
-            return
-        error = None if future.cancelled() else future.exception()
-        if future.cancelled():
-            waiter.cancel()
-        elif error is not None:
-            waiter.set_exception(error)
-        else:
-            waiter.set_result(future.result())
-
-    def done(_: object) -> None:
-        if threading.get_ident() == thread:
-            finish()
-        else:
-            loop.call_soon_threadsafe(finish)
-
-    def ended(_: object) -> None:
-        if waiter.cancelled():
-            future.cancel()
-
-    future.add_done_callback(done)
-    waiter.add_done_callback(ended)
-    return waiter
 
 
 def _of_model(name: str) -> Any:

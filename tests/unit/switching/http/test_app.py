@@ -7,7 +7,6 @@ import base64
 import contextlib
 import json
 import socket
-from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,12 +17,14 @@ import switching_models as models
 from torchrelay.config import Switching
 from torchrelay.errors import ModelError
 from torchrelay.switching import InputSpec, ModelStore, Reply
+from torchrelay.switching._owner import OwnersFuture
 from torchrelay.switching.http import _app, _messages
 from torchrelay.switching.http._messages import Response
 from torchrelay.switching.http._models_file import ModelEntry
 from unit.switching.http.test_connections import serve
 
 ENTRY = ModelEntry("chain", {})
+OWNER: Any = SimpleNamespace(is_own_thread=True)
 
 
 class Caller:
@@ -163,7 +164,7 @@ def test_a_model_that_failed_is_not_loading(store: ModelStore) -> None:
 def test_a_reply_of_another_version_is_not_sent(store: ModelStore) -> None:
     """If the model is loaded again between the arrival of a request and its start."""
     caller = Caller(store)
-    reply: Future[Reply] = Future()
+    reply = OwnersFuture[Reply](OWNER)
     reply.set_result(Reply("chain", 2, {"output": torch.ones(1)}, 0.0, 0.0, 0.0, 0))
     caller.switcher.submit = lambda name, inputs, **options: reply
 
@@ -220,8 +221,8 @@ def test_unfinished_bodies_take_a_bounded_memory(
     serve(app, client)
 
 
-def _pending(replies: list[Future[Reply]]) -> Future[Reply]:
-    replies.append(Future())
+def _pending(replies: list[OwnersFuture[Reply]]) -> OwnersFuture[Reply]:
+    replies.append(OwnersFuture(OWNER))
     return replies[-1]
 
 
@@ -230,7 +231,7 @@ def test_requests_that_are_not_answered_take_a_bounded_memory(
 ) -> None:
     monkeypatch.setattr(_app, "_HEADER_BYTES", 0)
     monkeypatch.setattr(_messages, "_SMALL_BODY_BYTES", 100)
-    caller, replies = Caller(store, request_bytes=1000), list[Future[Reply]]()
+    caller, replies = Caller(store, request_bytes=1000), list[OwnersFuture[Reply]]()
     caller.switcher.submit = lambda name, inputs, **options: _pending(replies)
     body = b'{"inputs": []}'.ljust(900)
     head = b"POST /v2/models/chain/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: 900\r\n\r\n"
@@ -274,7 +275,7 @@ def test_a_body_that_is_too_large_is_refused_before_it_is_sent(store: ModelStore
 
 def test_a_server_that_ends_answers_what_runs_and_refuses_the_rest(store: ModelStore) -> None:
     """Meanwhile it still accepts connections, and says that it is not ready."""
-    caller, replies = Caller(store), list[Future[Reply]]()
+    caller, replies = Caller(store), list[OwnersFuture[Reply]]()
     caller.switcher.submit = lambda name, inputs, **options: _pending(replies)
     caller.switcher.models = lambda: ("chain",)
     caller.switcher.is_ready = lambda name: True
@@ -386,11 +387,11 @@ OPTIONAL: dict[str, tuple[list[Any], list[Any], list[Any]]] = {
 @pytest.mark.parametrize("path", OPTIONAL)
 def test_optional_fields_of_a_request(store: ModelStore, path: str) -> None:
     caller, options = Caller(store), list[dict[str, Any]]()
-    reply: Future[Reply] = Future()
+    reply = OwnersFuture[Reply](OWNER)
     outputs = {"output": torch.ones(1, 2), "second": torch.zeros(1)}
     reply.set_result(Reply("chain", 1, outputs, 0.0, 0.0, 0.0, 0))
 
-    def submit(name: str, inputs: Any, **given: Any) -> Future[Reply]:
+    def submit(name: str, inputs: Any, **given: Any) -> OwnersFuture[Reply]:
         options.append(given)
         assert torch.equal(inputs["x"], torch.tensor([[0.5, 1.5]]))
         return reply
