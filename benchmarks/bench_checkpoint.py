@@ -49,17 +49,11 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.multiprocessing.spawn import start_processes
 
-from torchrelay.checkpoint._inventory import deal
+from torchrelay.checkpoint._engine import Written, assemble
 from torchrelay.checkpoint._manifest import Head, chunk_text, from_bytes
+from torchrelay.checkpoint._output import ChunkRecord
+from torchrelay.checkpoint._plan import Description, PlannedChunk, StateLayout, deal
 from torchrelay.checkpoint._read import MAX_BUFFER_BYTES, segments_of
-from torchrelay.checkpoint._saving import (
-    ChunkRecord,
-    Description,
-    Part,
-    PlannedChunk,
-    StateLayout,
-    assemble,
-)
 from torchrelay.checkpoint._types import DTYPES, Box, DataFile, TensorDescription
 
 IMAGE = Path(__file__).parent.parent / "docs" / "images" / "checkpoint.png"
@@ -118,13 +112,13 @@ def plan_ours(ranks: int, tensors: int) -> Plan:
     files = [f"data-{rank:05d}-00000.safetensors" for rank in range(ranks)]
     boxes = [Box((PLAN_ROWS * rank, 0), (PLAN_ROWS, COLUMNS)) for rank in range(ranks)]
 
-    def part(file: str, box: Box) -> Part:
+    def part(file: str, box: Box) -> Written:
         starts = range(512, 512 + tensors * size_bytes, size_bytes)
         chunks = [
             ChunkRecord((name,), box, chunk_text(box, file, name, start, bytes(4), size_bytes))
             for name, start in zip(names, starts, strict=True)
         ]
-        return Part({file: DataFile(512 + tensors * size_bytes, 512, 0)}, chunks)
+        return Written({file: DataFile(512 + tensors * size_bytes, 512, 0)}, chunks)
 
     others = [part(file, box) for file, box in zip(files[1:], boxes[1:], strict=True)]
     dtype = DTYPES["float32"]

@@ -25,7 +25,7 @@ import torch
 from report import write
 
 from torchrelay.checkpoint import async_save, latest, load, save, verify
-from torchrelay.checkpoint._save import _writer
+from torchrelay.checkpoint._background import saver
 
 MODES = (
     "new names",
@@ -49,7 +49,7 @@ def _save_until_killed(folder: str, mode: str, first: int) -> None:
     """The saver: prints the pid to kill, then each step once it is committed."""
     victim = os.getpid()
     if mode == "async, writer killed":
-        victim = _writer.start().pid
+        victim = saver.start().pid
     _report(victim)
     for step in range(first, first + 10_000):
         if mode.startswith("async"):
@@ -58,7 +58,7 @@ def _save_until_killed(folder: str, mode: str, first: int) -> None:
             keep = None if mode == "replace" or (mode == "retention of many" and step % 8) else 2
             save(_values(step), _path(folder, mode, step), keep=keep)
         _report(step)
-        if mode == "async, writer killed" and _writer.start().pid != victim:
+        if mode == "async, writer killed" and saver.start().pid != victim:
             return  # killed between two saves; the next save has started another
 
 

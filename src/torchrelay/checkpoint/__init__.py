@@ -12,10 +12,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from torchrelay.checkpoint._background import SaveHandle
     from torchrelay.checkpoint._catalog import Keep, latest
     from torchrelay.checkpoint._dcp import Reader, Writer
     from torchrelay.checkpoint._load import LoadResult, load, verify
-    from torchrelay.checkpoint._save import SaveHandle, async_save, save
+    from torchrelay.checkpoint._save import async_save, save
 
 __all__ = [
     "Keep",
@@ -33,10 +34,11 @@ __all__ = [
 # Loaded when first used: the writer process and the command line need neither torch nor its
 # checkpoints.
 _HOMES = {
+    "_background": ("SaveHandle",),
     "_catalog": ("Keep", "latest"),
     "_dcp": ("Reader", "Writer"),
     "_load": ("LoadResult", "load", "verify"),
-    "_save": ("SaveHandle", "async_save", "save"),
+    "_save": ("async_save", "save"),
 }
 
 

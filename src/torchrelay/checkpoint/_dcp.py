@@ -37,21 +37,15 @@ from torch.futures import Future
 from torchrelay import _torch
 from torchrelay._progress import Progress, tracking
 from torchrelay.checkpoint._catalog import Keep, check_keep
+from torchrelay.checkpoint._engine import MAX_STAGING_BYTES, Save, SaveOptions
 from torchrelay.checkpoint._group import check_same
+from torchrelay.checkpoint._plan import Description, PlannedChunk, StateLayout
 from torchrelay.checkpoint._read import (
     MAX_BUFFER_BYTES,
     ChunkReader,
+    ChunkSlice,
     ReadOptions,
-    Segment,
     warn_without_checksums,
-)
-from torchrelay.checkpoint._saving import (
-    MAX_STAGING_BYTES,
-    Description,
-    PlannedChunk,
-    SaveOptions,
-    Saving,
-    StateLayout,
 )
 from torchrelay.checkpoint._state import Index, leaf_path
 from torchrelay.checkpoint._storage import Path, split, text_of
@@ -129,8 +123,6 @@ class Writer(_AtPath, StorageWriter):
         ArgumentError: an argument is out of range.
     """
 
-    _saving: Saving | None = None
-
     def __init__(
         self,
         path: Path | None = None,
@@ -142,6 +134,7 @@ class Writer(_AtPath, StorageWriter):
         max_staging_bytes: int = MAX_STAGING_BYTES,
         progress: Progress = False,
     ) -> None:
+        self._save: Save | None = None
         super().__init__(path)
         self._options = SaveOptions(threads, fsync, checksum, keep, max_staging_bytes)
         check_keep(keep, path)
@@ -150,9 +143,9 @@ class Writer(_AtPath, StorageWriter):
         self._rank = 0
 
     def _end(self) -> None:
-        saving, self._saving = self._saving, None
-        if saving is not None and self._is_coordinator:
-            saving.transaction.discard()
+        save, self._save = self._save, None
+        if save is not None and self._is_coordinator:
+            save.transaction.discard()
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Note this rank's part in the save.
@@ -161,14 +154,14 @@ class Writer(_AtPath, StorageWriter):
             ArgumentError: there is no path.
             UnsupportedError: ``use_collectives=False``: no rank would write the manifest.
         """
-        saving = Saving(self._location, self._options)
+        save = Save(self._location, self._options)
         if not kwargs.get("use_collectives", True):
             raise UnsupportedError(
                 "a Writer needs use_collectives=True: rank 0 commits for all ranks"
             )
         self._is_coordinator = is_coordinator
         self._rank = kwargs.get("rank", 0)
-        self._saving = saving
+        self._save = save
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Return the plan unchanged."""
@@ -176,8 +169,8 @@ class Writer(_AtPath, StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Create the folder to write to."""
-        assert self._saving is not None
-        self._saving.transaction.begin()
+        assert self._save is not None
+        self._save.transaction.begin()
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -188,7 +181,7 @@ class Writer(_AtPath, StorageWriter):
             MismatchError: a tensor is not as the plan describes it.
             StorageError: a file cannot be written.
         """
-        assert self._saving is not None
+        assert self._save is not None
         tensors = [item for item in plan.items if item.type != WriteItemType.BYTE_IO]
         values = [item.index for item in plan.items if item.type == WriteItemType.BYTE_IO]
         lookup: Any = getattr(planner, "lookup_object", None)
@@ -203,7 +196,7 @@ class Writer(_AtPath, StorageWriter):
         size_bytes = sum(chunk.size_bytes for chunk in chunks)
         data = [data_of(tensor) for _, tensor in found]
         with tracking(self._progress, size_bytes, "saving", shown=self._is_coordinator) as advance:
-            part = self._saving.write(self._rank, chunks, data, advance)
+            part = self._save.write(self._rank, chunks, data, advance)
         part.objects = objects
         future: Future[list[WriteResult]] = Future()
         future.set_result([WriteResult(MetadataIndex(""), size_bytes, part)])
@@ -215,8 +208,8 @@ class Writer(_AtPath, StorageWriter):
         Raises:
             StorageError: a rank has written elsewhere, or the checkpoint cannot be committed.
         """
-        assert self._saving is not None
-        saving, parts = self._saving, [part.storage_data for (part,) in results]
+        assert self._save is not None
+        save, parts = self._save, [part.storage_data for (part,) in results]
         tensors = {
             key: TensorDescription(
                 str(found.properties.dtype).removeprefix("torch."), tuple(found.size)
@@ -226,7 +219,7 @@ class Writer(_AtPath, StorageWriter):
         }
         try:
             layout = StateLayout(tensors, dict(metadata.planner_data or {}))
-            saving.commit([Description(layout, {})], parts)
+            save.commit([Description(layout, {})], parts)
         finally:
             self._end()
 
@@ -277,8 +270,6 @@ class Reader(_AtPath, StorageReader):
         ArgumentError: an argument is out of range.
     """
 
-    _opened: ChunkReader | None = None
-
     def __init__(
         self,
         path: Path | None = None,
@@ -287,6 +278,7 @@ class Reader(_AtPath, StorageReader):
         threads: int | None = None,
         max_buffer_bytes: int = MAX_BUFFER_BYTES,
     ) -> None:
+        self._opened: ChunkReader | None = None
         super().__init__(path)
         self._options = ReadOptions(verify, threads, max_buffer_bytes)
         self._failure: Exception | None = None
@@ -356,7 +348,7 @@ class Reader(_AtPath, StorageReader):
             check_same(range(len(plans)), opened)
         return plans
 
-    def _segment(self, item: ReadItem) -> Segment:
+    def _segment(self, item: ReadItem) -> ChunkSlice:
         key = item.storage_index.fqn
         entry = self._open().manifest.tensors[key]
         entry.check_known(key, self._location)
@@ -365,7 +357,7 @@ class Reader(_AtPath, StorageReader):
         if hint is None or entry.chunks[hint].box.offsets != offsets:
             hint = next(i for i, chunk in enumerate(entry.chunks) if chunk.box.offsets == offsets)
         inner = tuple(a + b for a, b in zip(offsets, item.storage_offsets, strict=True))
-        return Segment(key, entry, entry.chunks[hint], Box(inner, tuple(item.lengths)))
+        return ChunkSlice(key, entry, entry.chunks[hint], Box(inner, tuple(item.lengths)))
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read this rank's items into the planner's tensors; blocks.
@@ -375,7 +367,7 @@ class Reader(_AtPath, StorageReader):
                 changed.
         """
         manifest = self._open().manifest
-        targets: list[tuple[ReadItem, Segment, torch.Tensor]] = []
+        targets: list[tuple[ReadItem, ChunkSlice, torch.Tensor]] = []
         for item in plan.items:
             if item.type == LoadItemType.TENSOR:
                 segment, target = self._segment(item), planner.resolve_tensor(item).detach()

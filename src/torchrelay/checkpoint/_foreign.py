@@ -30,7 +30,7 @@ from torchrelay.checkpoint._types import (
 )
 from torchrelay.errors import ArgumentError, CorruptionError, StorageError
 
-__all__ = ["Snapshot", "check_complete", "find_checkpoint"]
+__all__ = ["Snapshot", "check_complete", "open_checkpoint"]
 
 _SINGLE = "model.safetensors"  # Hugging Face's, of a model in one file
 _SHARDING = "DCP_SHARDING_INFO"  # in the metadata of files of DCP's Hugging Face writer
@@ -82,7 +82,7 @@ def check_complete(manifest: Manifest) -> None:
         manifest.check_complete()
 
 
-def find_checkpoint(path: Path) -> tuple[Folder, Callable[[], Manifest]]:
+def open_checkpoint(path: Path) -> tuple[Folder, Callable[[], Manifest]]:
     """Return the folder of a checkpoint, and a function that reads its manifest, or makes one from
     the headers of safetensors files.
 

@@ -1,4 +1,5 @@
-"""Communication between the ranks of a save or load: a process group, or a single process.
+"""Communication between the ranks of a save or load: a process group, or a single process. It is
+the coordinator of a synchronous save.
 
 An error that one rank raises inside :meth:`Group.together` is raised on every rank.
 """
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
-from torchrelay.checkpoint._saving import described
+from torchrelay.checkpoint._engine import described
 from torchrelay.errors import (
     ArgumentError,
     MismatchError,

@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from torchrelay.checkpoint._engine import Save
 from torchrelay.checkpoint._group import Group
-from torchrelay.checkpoint._saving import Description, Plan, PlannedChunk, Saving, StateLayout
+from torchrelay.checkpoint._plan import Description, Plan, PlannedChunk, StateLayout, deal
 from torchrelay.checkpoint._state import ORDINARY, Index, Leaf, flatten
 from torchrelay.checkpoint._subclasses import Subclass
 from torchrelay.checkpoint._tasks import no_collection
@@ -25,7 +26,7 @@ from torchrelay.checkpoint._types import StatePath
 from torchrelay.checkpoint._values import encode
 from torchrelay.errors import MismatchError
 
-__all__ = ["Inventory", "begin_save", "deal", "encoded", "plan_save"]
+__all__ = ["Inventory", "Planner", "encoded"]
 
 
 class Inventory(NamedTuple):
@@ -47,45 +48,125 @@ class _Known(NamedTuple):
     layout: StateLayout
 
 
-_known = _Known(None, {}, {}, StateLayout({}, {}))
+class _Planned(NamedTuple):
+    """What this rank wrote last, and what it was planned for."""
+
+    layout: StateLayout
+    ranks: tuple[int, ...]
+    rank: int
+    plan: Plan
 
 
-@no_collection()
-def take_inventory(state: Any) -> Inventory:
-    """Return the tensors and values of a state.
-
-    Raises:
-        ArgumentError: a value that a checkpoint cannot hold.
-        DeferredError: a tensor without values.
-        UnsupportedError: a tensor that it cannot hold.
+class Planner:
+    """Finds what a rank's state consists of, and what the rank writes of it. A state of the same
+    layout as the last one is not planned again; threads that save at once use either's.
     """
-    global _known  # noqa: PLW0603 - replaced as a whole; a save in another thread takes either
-    known = _known
-    leaves = flatten(state, expand=True)
-    tensors = {
-        key: leaf.value for key, leaf in leaves.items() if isinstance(leaf.value, torch.Tensor)
-    }
-    objects = {
-        key: encoded(key, leaf)
-        for key, leaf in leaves.items()
-        if key not in tensors and not leaf.is_empty
-    }
-    paths = _stored_paths(leaves)
-    signature, blocks, addresses = _blocks_of(tensors)
-    layouts, blank, layout = known[1:]
-    if signature != known.signature:
-        layouts = {key: tensor_state(key, tensor).layout for key, tensor in tensors.items()}
-        blank = {
-            key: ""
-            for key, found in layouts.items()
-            if not any(block.size_bytes for block in found.blocks)
+
+    def __init__(self) -> None:
+        self._known = _Known(None, {}, {}, StateLayout({}, {}))
+        self._planned: _Planned | None = None
+
+    def begin(
+        self, state: Any, save: Save, ranks: Group, before: Callable[[], None] = lambda: None
+    ) -> tuple[str, Inventory, list[Description]]:
+        """Begin a save on the coordinator, once the ranks agree on the state.
+
+        An error on one rank is raised on all. ``before`` is called first, in the same round of
+        messages.
+
+        Returns:
+            the id of the save, this rank's inventory and, in the group's order, the descriptions of
+            all ranks; one description if it is equal on all.
+
+        Raises:
+            MismatchError: two ranks have different values, dtypes, shapes or layouts under one key.
+            ArgumentError, DeferredError, UnsupportedError: a value or tensor that cannot be stored.
+            StorageError: as ``Transaction.begin``.
+        """
+        found: list[Inventory] = []
+        begin = save.transaction.begin
+
+        def take() -> bytes:
+            before()
+            found.append(self._take_inventory(state))
+            return found[0].description.fingerprint() if ranks.size > 1 else b""
+
+        save_id = ranks.conclude(take, lambda prints: begin() if len({*prints}) == 1 else None)
+        (mine,) = found
+        if save_id is not None:
+            return save_id, mine, [mine.description]
+        everyone = ranks.together(lambda: mine.description)
+        seen: dict[str, tuple[int, Any]] = {}
+        for rank, description in zip(ranks.ranks, everyone, strict=True):
+            tensors = description.layout.tensors
+            comparable = {key: what[:3] for key, what in tensors.items()}  # all but the mesh
+            for key, what in [*comparable.items(), *description.objects.items()]:
+                other, known = seen.setdefault(key, (rank, what))
+                if known != what:
+                    raise MismatchError(
+                        f"{key}: rank {other} has {_shown(known)}, rank {rank} has {_shown(what)}; "
+                        "values that differ need keys that differ, such as one with the rank in it"
+                    )
+        return ranks.coordinate(begin), mine, everyone
+
+    @no_collection()
+    def _take_inventory(self, state: Any) -> Inventory:
+        """Return the tensors and values of a state.
+
+        Raises:
+            ArgumentError: a value that a checkpoint cannot hold.
+            DeferredError: a tensor without values.
+            UnsupportedError: a tensor that it cannot hold.
+        """
+        known = self._known
+        leaves = flatten(state, expand=True)
+        tensors = {
+            key: leaf.value for key, leaf in leaves.items() if isinstance(leaf.value, torch.Tensor)
         }
-    owners = {**_ties(layouts, blocks, addresses), **blank}
-    if layouts is not known.layouts or (paths, owners) != (layout.paths, layout.owners):
-        described = {key: found.described for key, found in layouts.items()}
-        layout = StateLayout(described, paths, owners)
-        _known = _Known(signature, layouts, blank, layout)
-    return Inventory(layouts, blocks, Description(layout, objects))
+        objects = {
+            key: encoded(key, leaf)
+            for key, leaf in leaves.items()
+            if key not in tensors and not leaf.is_empty
+        }
+        paths = _stored_paths(leaves)
+        signature, blocks, addresses = _blocks_of(tensors)
+        layouts, blank, layout = known[1:]
+        if signature != known.signature:
+            layouts = {key: tensor_state(key, tensor).layout for key, tensor in tensors.items()}
+            blank = {
+                key: ""
+                for key, found in layouts.items()
+                if not any(block.size_bytes for block in found.blocks)
+            }
+        owners = {**_ties(layouts, blocks, addresses), **blank}
+        if layouts is not known.layouts or (paths, owners) != (layout.paths, layout.owners):
+            described = {key: found.described for key, found in layouts.items()}
+            layout = StateLayout(described, paths, owners)
+            self._known = _Known(signature, layouts, blank, layout)
+        return Inventory(layouts, blocks, Description(layout, objects))
+
+    @no_collection()
+    def plan(self, mine: Inventory, everyone: Sequence[Description], ranks: Group) -> Plan:
+        """Return what this rank writes; for a state of the same layout as the last one, the same
+        object.
+        """
+        layout, planned = mine.description.layout, self._planned
+        place = (ranks.ranks, ranks.rank)
+        if len(everyone) == 1 and planned and planned.layout is layout and planned[1:3] == place:
+            return planned.plan
+        sizes = (len(found.blocks) for found in mine.layouts.values())
+        firsts = dict(zip(mine.layouts, accumulate(sizes, initial=0), strict=False))
+        layouts = [description.layout for description in everyone]
+        held: list[tuple[PlannedChunk, tuple[int, ...]]] = []
+        for keys in _tied_everywhere(layout, layouts):
+            dtype, described, blocks = mine.layouts[keys[0]]
+            for index, (box, replicas, size_bytes) in enumerate(blocks, firsts[keys[0]]):
+                if size_bytes:
+                    chunk = PlannedChunk(keys, dtype, described.shape, box, size_bytes, index)
+                    held.append((chunk, _holders(keys[0], replicas, layouts, ranks)))
+        plan = Plan.of(deal(held, ranks.global_rank), layouts if ranks.is_coordinator else ())
+        self._planned = _Planned(layout, *place, plan) if len(everyone) == 1 else None
+        return plan
 
 
 def _blocks_of(
@@ -153,107 +234,12 @@ def _ties(
     return tied
 
 
-def begin_save(
-    state: Any, saving: Saving, ranks: Group, before: Callable[[], None] = lambda: None
-) -> tuple[str, Inventory, list[Description]]:
-    """Begin a save on the coordinator, once the ranks agree on the state.
-
-    An error on one rank is raised on all. ``before`` is called first, in the same round of
-    messages.
-
-    Returns:
-        the id of the save, this rank's inventory and, in the group's order, the descriptions of all
-        ranks; one description if it is equal on all.
-
-    Raises:
-        MismatchError: two ranks have different values, dtypes, shapes or layouts under one key.
-        ArgumentError, DeferredError, UnsupportedError: as :func:`take_inventory`.
-        StorageError: as ``Transaction.begin``.
-    """
-    found: list[Inventory] = []
-    begin = saving.transaction.begin
-
-    def take() -> bytes:
-        before()
-        found.append(take_inventory(state))
-        return found[0].description.fingerprint() if ranks.size > 1 else b""
-
-    save_id = ranks.conclude(take, lambda prints: begin() if len({*prints}) == 1 else None)
-    (mine,) = found
-    if save_id is not None:
-        return save_id, mine, [mine.description]
-    everyone = ranks.together(lambda: mine.description)
-    seen: dict[str, tuple[int, Any]] = {}
-    for rank, description in zip(ranks.ranks, everyone, strict=True):
-        tensors = description.layout.tensors
-        comparable = {key: what[:3] for key, what in tensors.items()}  # all but the mesh
-        for key, what in [*comparable.items(), *description.objects.items()]:
-            other, known = seen.setdefault(key, (rank, what))
-            if known != what:
-                raise MismatchError(
-                    f"{key}: rank {other} has {_shown(known)}, rank {rank} has {_shown(what)}; "
-                    "values that differ need keys that differ, such as one with the rank in it"
-                )
-    return ranks.coordinate(begin), mine, everyone
-
-
 def _shown(what: Any) -> str:
     if isinstance(what, tuple):
         dtype, shape, layout = what
         return f"a {dtype} tensor of shape {list(shape)} ({layout})"
     text = json.dumps(what)
     return text if len(text) < 80 else f"{text[:77]}..."
-
-
-# What this rank wrote last, and what it was planned for.
-_planned: tuple[StateLayout, tuple[int, ...], int, Plan] | None = None
-
-
-@no_collection()
-def plan_save(mine: Inventory, everyone: Sequence[Description], ranks: Group) -> Plan:
-    """Return what this rank writes; for a state of the same layout as the last one, the same
-    object.
-    """
-    global _planned  # noqa: PLW0603 - as _known
-    layout, planned = mine.description.layout, _planned
-    place = (ranks.ranks, ranks.rank)
-    if len(everyone) == 1 and planned and planned[0] is layout and planned[1:3] == place:
-        return planned[3]
-    sizes = (len(found.blocks) for found in mine.layouts.values())
-    firsts = dict(zip(mine.layouts, accumulate(sizes, initial=0), strict=False))
-    layouts = [description.layout for description in everyone]
-    held: list[tuple[PlannedChunk, tuple[int, ...]]] = []
-    for keys in _tied_everywhere(layout, layouts):
-        dtype, described, blocks = mine.layouts[keys[0]]
-        for index, (box, positions, size_bytes) in enumerate(blocks, firsts[keys[0]]):
-            if size_bytes:
-                chunk = PlannedChunk(keys, dtype, described.shape, box, size_bytes, index)
-                held.append((chunk, _holders(keys[0], positions, layouts, ranks)))
-    plan = Plan.of(deal(held, ranks.global_rank), everyone if ranks.is_coordinator else ())
-    _planned = (layout, ranks.ranks, ranks.rank, plan) if len(everyone) == 1 else None
-    return plan
-
-
-def deal(chunks: Sequence[tuple[PlannedChunk, tuple[int, ...]]], rank: int) -> list[PlannedChunk]:
-    """Return those of ``chunks``, each with its holders in ascending order, that ``rank`` writes.
-
-    The chunks of each set of holders are dealt largest first, to the rank that has least.
-    """
-    by_holders: dict[tuple[int, ...], list[PlannedChunk]] = defaultdict(list)
-    for chunk, holders in chunks:
-        by_holders[holders].append(chunk)
-    mine: list[PlannedChunk] = []
-    for holders, shared in by_holders.items():
-        if len(holders) == 1:
-            mine += shared
-            continue
-        loads = dict.fromkeys(holders, 0)
-        for chunk in sorted(shared, key=lambda chunk: (-chunk.size_bytes, chunk.name)):
-            writer = min(holders, key=lambda holder: (loads[holder], holder))
-            loads[writer] += chunk.size_bytes
-            if writer == rank:
-                mine.append(chunk)
-    return mine
 
 
 def _tied_everywhere(mine: StateLayout, everyone: Sequence[StateLayout]) -> list[tuple[str, ...]]:
@@ -274,10 +260,10 @@ def _tied_everywhere(mine: StateLayout, everyone: Sequence[StateLayout]) -> list
 
 
 def _holders(
-    key: str, positions: tuple[int, ...] | None, everyone: Sequence[StateLayout], ranks: Group
+    key: str, replicas: tuple[int, ...] | None, everyone: Sequence[StateLayout], ranks: Group
 ) -> tuple[int, ...]:
     """Return the ranks of the group that have the same block, ascending."""
-    if positions == () or ranks.size == 1:
+    if replicas == () or ranks.size == 1:
         return (ranks.global_rank,)
     layouts = everyone if len(everyone) > 1 else [everyone[0]] * ranks.size
     having = {
@@ -285,9 +271,9 @@ def _holders(
         for rank, layout in zip(ranks.ranks, layouts, strict=True)
         if key in layout.tensors
     }
-    if positions is None:
+    if replicas is None:
         return tuple(sorted(having))
     # Meshes of other ranks hold the same blocks in the same places.
     meshes = {described.mesh for described in having.values()}
-    found = {mesh[position] for mesh in meshes for position in positions}
+    found = {mesh[position] for mesh in meshes for position in replicas}
     return tuple(sorted(found & having.keys()))

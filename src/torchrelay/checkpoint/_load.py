@@ -20,8 +20,8 @@ from torchrelay.checkpoint._parts import ModulePart, Part, parts_of_state
 from torchrelay.checkpoint._read import (
     MAX_BUFFER_BYTES,
     ChunkReader,
+    ChunkSlice,
     ReadOptions,
-    Segment,
     deal_blocks,
     warn_without_checksums,
 )
@@ -250,7 +250,7 @@ def _check_options(ranks: Sequence[int], options: Sequence[dict[str, Any]]) -> N
                 )
 
 
-def _verify(reader: ChunkReader, segments: Sequence[Segment], ranks: Group) -> None:
+def _verify(reader: ChunkReader, segments: Sequence[ChunkSlice], ranks: Group) -> None:
     """Verify what any rank reads; a block that several ranks of a host read, on one of them."""
     wanted = ranks.together(lambda: (reader.folder.identity, reader.blocks_of(segments)))
     identity, blocks = wanted[ranks.rank]

@@ -268,7 +268,7 @@ class LocalTransaction:
         self._final = Path(os.path.abspath(path))
         self.location, self.save_id = str(self._final), ""
         self._lock = self._final.with_name(f".{self._final.name}.{_LOCK}")
-        self._saving = self._final.with_name(f".{self._final.name}.{_SAVING}")
+        self._unfinished = self._final.with_name(f".{self._final.name}.{_SAVING}")
         self._fsync = fsync
         self._lock_fd = -1
 
@@ -280,7 +280,7 @@ class LocalTransaction:
         self.save_id, (self._lock_fd,) = save_id, fds
 
     def open_note(self, name: str) -> Callable[[bytes], None]:
-        path = self._saving / name
+        path = self._unfinished / name
         with storage_errors(
             f"creating {path} (is the path on a file system that all ranks share?)"
         ):
@@ -296,7 +296,7 @@ class LocalTransaction:
 
     def read_note(self, name: str) -> bytes | None:
         try:
-            with open(self._saving / name, "rb") as file:
+            with open(self._unfinished / name, "rb") as file:
                 if _is_locked(file.fileno()):
                     return None
                 content = file.read()
@@ -331,7 +331,7 @@ class LocalTransaction:
             try:
                 self.save_id = secrets.token_hex(8)
                 os.pwrite(self._lock_fd, self.save_id.encode(), 0)
-                self._saving.mkdir()
+                self._unfinished.mkdir()
             except BaseException:
                 self.discard()
                 raise
@@ -385,25 +385,25 @@ class LocalTransaction:
         return True
 
     def create(self, name: str) -> _LocalSink:
-        return _LocalSink(str(self._saving / name), self._fsync)
+        return _LocalSink(str(self._unfinished / name), self._fsync)
 
     def commit(self, manifest: bytes, files: Mapping[str, int]) -> None:
         try:
-            with contextlib.closing(LocalFolder(str(self._saving))) as written:
+            with contextlib.closing(LocalFolder(str(self._unfinished))) as written:
                 check_files(written, files)
             with contextlib.closing(self.create(MANIFEST)) as sink:
                 sink.write(0, memoryview(manifest))
             with storage_errors(f"committing {self._final}"):
-                for name in filter(_NOTE.fullmatch, os.listdir(self._saving)):
-                    _unlink(self._saving / name)
-                self._sync_folder(self._saving)
+                for name in filter(_NOTE.fullmatch, os.listdir(self._unfinished)):
+                    _unlink(self._unfinished / name)
+                self._sync_folder(self._unfinished)
                 self._publish()
         finally:
             self.discard()  # or what was replaced
 
     def _publish(self) -> None:
         """Give the folder its name; if a checkpoint has it, exchange the two atomically."""
-        one, other = os.fsencode(self._saving), os.fsencode(self._final)
+        one, other = os.fsencode(self._unfinished), os.fsencode(self._final)
         if not self._check_target():
             os.rename(one, other)
         elif _libc.renameat2(_AT_FDCWD, one, _AT_FDCWD, other, _RENAME_EXCHANGE):
@@ -435,11 +435,11 @@ class LocalTransaction:
             return
         with contextlib.suppress(OSError):  # the next save tries again
             try:
-                _clear(self._saving)
+                _clear(self._unfinished)
             except OSError as error:
                 if error.errno != errno.ENOTEMPTY:
                     raise
-                os.rename(self._saving, self._final)
+                os.rename(self._unfinished, self._final)
             _unlink(self._lock)
         os.close(fd)
 
@@ -449,7 +449,7 @@ class LocalTransaction:
                 try:
                     _claims(self._final)
                     if is_of(partial(LocalFolder, str(self._final)), save_id):
-                        os.rename(self._final, self._saving)
+                        os.rename(self._final, self._unfinished)
                 finally:
                     self.discard()
 

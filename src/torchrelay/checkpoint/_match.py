@@ -20,7 +20,7 @@ import torch
 from torchrelay import _torch
 from torchrelay.checkpoint._optimizers import check_state, known_sections, may_lack, numbered
 from torchrelay.checkpoint._parts import ModulePart, OptimizerPart, Part
-from torchrelay.checkpoint._read import Segment, segments_of, within
+from torchrelay.checkpoint._read import ChunkSlice, segments_of, within
 from torchrelay.checkpoint._state import ORDINARY, Leaf, check_put, relative_path
 from torchrelay.checkpoint._subclasses import SUBCLASS, Subclass, block_of
 from torchrelay.checkpoint._tasks import no_collection
@@ -61,7 +61,7 @@ class LoadPlan:
     request: Request
     manifest: Manifest
     parts: Sequence[Part]
-    segments: list[Segment] = field(default_factory=list)
+    segments: list[ChunkSlice] = field(default_factory=list)
     targets: list[torch.Tensor | partial[torch.Tensor]] = field(default_factory=list)
     missing: dict[str, tuple[Part, Leaf]] = field(default_factory=dict)
     unexpected: list[str] = field(default_factory=list)
@@ -98,7 +98,7 @@ class LoadPlan:
         lacking = {
             key.removeprefix(part.start) for key, (of, _) in self.missing.items() if of is part
         }
-        is_foreign = not self.manifest.id
+        is_foreign = self.manifest.is_foreign
         given = part.given(strict=strict, lacking=lacking, is_foreign=is_foreign)
         return part.hand_over(given, strict=strict)
 

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from torchrelay import _native
 from torchrelay._progress import no_progress
-from torchrelay.checkpoint._foreign import check_complete, find_checkpoint
+from torchrelay.checkpoint._foreign import check_complete, open_checkpoint
 from torchrelay.checkpoint._storage import Folder, Path
 from torchrelay.checkpoint._tasks import memory_at, no_collection, run_tasks, usable_threads
 from torchrelay.checkpoint._tensors import address_of, byte_view, in_stream_of
@@ -43,8 +43,8 @@ __all__ = [
     "MAX_BUFFER_BYTES",
     "Blocks",
     "ChunkReader",
+    "ChunkSlice",
     "ReadOptions",
-    "Segment",
     "deal_blocks",
     "segments_of",
     "warn_without_checksums",
@@ -82,7 +82,7 @@ class ReadOptions:
         check_count("max_buffer_bytes", self.max_buffer_bytes)
 
 
-class Segment(NamedTuple):
+class ChunkSlice(NamedTuple):
     """A box to read that lies in one chunk. ``inner`` is in coordinates of the whole tensor."""
 
     key: str
@@ -117,13 +117,13 @@ class Segment(NamedTuple):
             yield _span(self.entry, self.chunk, part)
 
 
-def segments_of(key: str, entry: TensorEntry, box: Box) -> list[Segment]:
+def segments_of(key: str, entry: TensorEntry, box: Box) -> list[ChunkSlice]:
     """Return the segments that cover a box of a tensor exactly once. Pure."""
     if not box.numel:
         return []
     chunks: Sequence[Chunk] = entry.chunks
     if len(chunks) == 1:
-        return [Segment(key, entry, chunks[0], box)]
+        return [ChunkSlice(key, entry, chunks[0], box)]
     # Most chunks are told apart by the first dimension in which the box is a part of the tensor.
     cut = next((dim for dim, size in enumerate(entry.shape) if box.sizes[dim] < size), None)
     if cut is not None:
@@ -135,7 +135,7 @@ def segments_of(key: str, entry: TensorEntry, box: Box) -> list[Segment]:
             if offsets[cut] < end and offsets[cut] + sizes[cut] > start
         ]
     return [
-        Segment(key, entry, chunk, inner)
+        ChunkSlice(key, entry, chunk, inner)
         for chunk in chunks
         if chunk.size_bytes and (inner := intersection(chunk.box, box)) is not None
     ]
@@ -157,7 +157,7 @@ def _span(entry: TensorEntry, chunk: Chunk, part: Box) -> tuple[int, int]:
     return first * entry.dtype.itemsize, (last + 1) * entry.dtype.itemsize
 
 
-def _parts(segment: Segment, limit_bytes: int) -> Iterator[Box]:
+def _parts(segment: ChunkSlice, limit_bytes: int) -> Iterator[Box]:
     """Yield boxes that make up the segment, one per request: dense, of at most ``limit_bytes``."""
     todo = [segment.inner]
     itemsize = segment.entry.dtype.itemsize
@@ -250,10 +250,10 @@ class ChunkReader:
         and again with another if a save has replaced the checkpoint in the middle of it.
 
         Raises:
-            As :func:`find_checkpoint`, and what ``check`` raises.
+            As :func:`open_checkpoint`, and what ``check`` raises.
         """
         while True:
-            folder, read = find_checkpoint(path)
+            folder, read = open_checkpoint(path)
             try:
                 reader = cls(folder, read(), options)
                 check(reader)
@@ -292,7 +292,7 @@ class ChunkReader:
                 f"{where}: the file has {size} bytes, and {known.size_bytes} in the manifest; it "
                 "was " + ("cut short" if size < known.size_bytes else "replaced or appended to")
             )
-        if not self.manifest.id:  # made up from this very header
+        if self.manifest.is_foreign:  # made up from this very header
             return
         header = bytearray(known.header_bytes)
         self.folder.read(name, 0, memoryview(header))
@@ -301,7 +301,7 @@ class ChunkReader:
                 f"{where}: the header, bytes 0 to {known.header_bytes}, is damaged"
             )
 
-    def verify(self, segments: Iterable[Segment]) -> None:
+    def verify(self, segments: Iterable[ChunkSlice]) -> None:
         """Compare every block that a reader of ``segments`` touches with its checksum.
 
         Raises:
@@ -318,11 +318,11 @@ class ChunkReader:
         names = self.manifest.files
         blocks = {name: np.ones(len(self._blocks(name).starts), np.bool_) for name in names}
         self.verify_blocks(blocks, progress)
-        if self.manifest.id:  # other writers may leave anything there
+        if not self.manifest.is_foreign:  # other writers may leave anything there
             run_tasks([partial(self._verify_gaps, name) for name in names], self._threads)
 
     @no_collection()
-    def blocks_of(self, segments: Iterable[Segment]) -> Blocks:
+    def blocks_of(self, segments: Iterable[ChunkSlice]) -> Blocks:
         """Return the blocks that a reader of ``segments`` touches."""
         ranges: dict[str, list[tuple[int, int]]] = defaultdict(list)
         for segment in segments:
@@ -388,7 +388,7 @@ class ChunkReader:
 
     def fill(
         self,
-        targets: Iterable[tuple[Segment, torch.Tensor]],
+        targets: Iterable[tuple[ChunkSlice, torch.Tensor]],
         progress: Progress = no_progress,
         *,
         verify: bool = False,
@@ -412,12 +412,12 @@ class ChunkReader:
 
     @no_collection()
     def _read_tasks(
-        self, targets: Iterable[tuple[Segment, torch.Tensor]], progress: Progress, verify: bool
-    ) -> tuple[list[Task], list[Segment]]:
+        self, targets: Iterable[tuple[ChunkSlice, torch.Tensor]], progress: Progress, verify: bool
+    ) -> tuple[list[Task], list[ChunkSlice]]:
         """Return what fills the targets, and the segments that are to be verified before."""
         direct: dict[tuple[str, bool], list[tuple[int, int, int]]] = defaultdict(list)
         changed: list[torch.Tensor] = []
-        unverified: list[Segment] = []
+        unverified: list[ChunkSlice] = []
         tasks: list[Task] = []
         for segment, target in targets:
             chunk, address = segment.chunk, address_of(target)
@@ -481,7 +481,9 @@ class ChunkReader:
             _native.copy_memory(addresses, starts + base, sizes)
         progress(int(sizes.sum()))
 
-    def _copy(self, segment: Segment, part: Box, target: torch.Tensor, progress: Progress) -> None:
+    def _copy(
+        self, segment: ChunkSlice, part: Box, target: torch.Tensor, progress: Progress
+    ) -> None:
         """Copy the elements of ``part`` out of its span."""
         chunk = segment.chunk
         start, end = _span(segment.entry, chunk, part)
@@ -536,7 +538,7 @@ def _pieces(starts: Sizes, sizes: Sizes, limit_bytes: int) -> Iterator[slice]:
 
 def warn_without_checksums(manifest: Manifest, location: str) -> None:
     """Warn about a checkpoint of ours whose data ``verify="data"`` cannot verify."""
-    if manifest.id and not manifest.has_checksums:
+    if not manifest.is_foreign and not manifest.has_checksums:
         warnings.warn(
             f"{location}: saved with checksum=False, so verify='data' checks sizes and headers "
             "only; to silence this warning, load it with verify='header'",

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch
 
 from torchrelay import _torch
-from torchrelay.checkpoint._saving import Data
+from torchrelay.checkpoint._output import Data
 from torchrelay.checkpoint._state import ORDINARY
 from torchrelay.checkpoint._types import DTYPES, Box, Dtype, TensorDescription
 from torchrelay.deferred import fake, is_deferred
@@ -43,12 +43,12 @@ T = TypeVar("T")
 class TensorBlock(NamedTuple):
     """A block of a tensor that a process holds.
 
-    ``positions`` are the places in the tensor's mesh that have the same block; None: every rank
+    ``replicas`` are the places in the tensor's mesh that have the same block; None: every rank
     whose state has the key has it; empty: this process alone.
     """
 
     box: Box
-    positions: tuple[int, ...] | None
+    replicas: tuple[int, ...] | None
     size_bytes: int
 
 
@@ -276,11 +276,11 @@ def _placed(
         slice(None) if placement.is_replicate() else place
         for placement, place in zip(placements, coordinate, strict=True)
     )
-    positions = tuple(
+    replicas = tuple(
         torch.arange(len(members), device="cpu").reshape(grid)[same].flatten().tolist()
     )
     found = _torch.local_blocks(size, mesh, placements)
-    blocks = [(Box(offsets, sizes), positions) for offsets, sizes, _ in found]
+    blocks = [(Box(offsets, sizes), replicas) for offsets, sizes, _ in found]
     return _layout(dtype, shape, blocks, layout, members), tuple(part for *_, part in found)
 
 

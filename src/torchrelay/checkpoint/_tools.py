@@ -17,10 +17,10 @@ import numpy as np
 import torch
 
 from torchrelay.checkpoint._manifest import PARSING_ERRORS, Parser, parse
+from torchrelay.checkpoint._output import grouped
 from torchrelay.checkpoint._pickles import load_pickled
-from torchrelay.checkpoint._read import ChunkReader, ReadOptions, Segment, segments_of, within
+from torchrelay.checkpoint._read import ChunkReader, ChunkSlice, ReadOptions, segments_of, within
 from torchrelay.checkpoint._save import save
-from torchrelay.checkpoint._saving import grouped
 from torchrelay.checkpoint._state import Index, flatten, insert, key_of, leaf_path, put
 from torchrelay.checkpoint._storage import storage_errors
 from torchrelay.checkpoint._tensors import dtype_of
@@ -67,7 +67,7 @@ def read_state(
     reader = ChunkReader.open(path, ReadOptions(), ChunkReader.check_all)
     with closing(reader):
         manifest = reader.manifest
-        targets: list[tuple[Segment, torch.Tensor]] = []
+        targets: list[tuple[ChunkSlice, torch.Tensor]] = []
         held = {**manifest.objects, **manifest.tensors}
         keys = {**{key: None for key in manifest.paths if key not in held}, **held}
         for key in _keys(keys, prefix, path):

@@ -327,6 +327,11 @@ class Manifest:
     block_bytes: int = BLOCK_BYTES
 
     @property
+    def is_foreign(self) -> bool:
+        """Return whether others wrote the files, so that the manifest was made up from them."""
+        return not self.id
+
+    @property
     def fingerprint(self) -> str:
         """Return a fingerprint of this checkpoint; copies have the same one."""
         if self.id:

@@ -2,9 +2,6 @@
 
 It is started once per trainer with the file descriptor of a socket, receives jobs from it one after
 another, and exits when the trainer does. It imports no torch, so it starts fast and stays small.
-
-The writers of several ranks communicate through the folder that is being written: each leaves a
-note there when its part is durable; the coordinator's writer waits for all notes, and commits.
 """
 
 from __future__ import annotations
@@ -16,21 +13,16 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from torchrelay import _native
 from torchrelay._helper import Channel
-from torchrelay.checkpoint._saving import (
-    ChunkRecord,
-    Part,
-    Plan,
-    SaveOptions,
-    Saving,
-    described,
-)
+from torchrelay.checkpoint._engine import Save, SaveOptions, Written, described
+from torchrelay.checkpoint._output import ChunkRecord
+from torchrelay.checkpoint._plan import Description, Plan
 from torchrelay.checkpoint._storage import split
 from torchrelay.checkpoint._types import Box, DataFile
 from torchrelay.errors import OperationTimeoutError, PeerLostError, from_json
@@ -46,8 +38,8 @@ class WriteJob:
     """A save, as a trainer sends it to its writer process. File descriptors come with it: of the
     staging memory if it is new, and those of the transaction.
 
-    Without a plan, the last one is meant. ``objects`` are the values, if they are equal on all
-    ranks.
+    Without a plan, the last one is meant. ``objects`` are, on the coordinator, the values of each
+    rank, or of one if they are equal on all.
     """
 
     path: str
@@ -55,7 +47,7 @@ class WriteJob:
     save_id: str
     ranks: Sequence[int]
     index: int  # of this rank among them
-    objects: Mapping[str, Any]
+    objects: Sequence[Mapping[str, Any]]
     timeout_s: float
     plan: Plan | None = None
     new_staging: bool = False
@@ -80,55 +72,73 @@ def main(fd: int) -> None:
                 os.close(fds.pop(0))
             plan = job.plan or plan
             assert plan is not None
-            if len(plan.everyone) == 1:  # and maybe that of an earlier save, with other values
-                everyone = [plan.everyone[0]._replace(objects=job.objects)]
-                plan = replace(plan, everyone=everyone)
             failure: dict[str, Any] | None = None
             try:
-                _Writing(job, plan, staging, Saving(job.path, job.options)).run(fds)
+                _run(job, plan, staging, fds)
             except Exception as error:
                 failure = described(error, job.rank)
             channel.send(failure)
 
 
-@dataclass
-class _Writing:
-    """One save: this rank's part and, on the coordinator, the commit."""
+def _run(
+    job: WriteJob, plan: Plan, staging: _native.SharedMemory | None, fds: Sequence[int]
+) -> None:
+    """Run a save. Returns when the checkpoint is committed."""
+    save = Save(job.path, job.options)
+    notes = Notes(job, save)
+    if notes.is_coordinator:
+        save.transaction.take_over(job.save_id, fds)
 
-    job: WriteJob
-    plan: Plan
-    staging: _native.SharedMemory | None
-    saving: Saving
+    def write() -> Written:
+        memory: Any = staging
+        base = 0 if memory is None else np.frombuffer(memory, "u1").ctypes.data
+        data = (plan.starts + np.uint64(base)).tolist()
+        return save.write(job.rank, plan.chunks, data)
 
-    def run(self, fds: Sequence[int]) -> None:
-        """Run the save. Returns when the checkpoint is committed.
+    everyone = [*map(Description, plan.layouts, job.objects)] if notes.is_coordinator else []
+    save.complete(notes, write, everyone)
 
-        Raises:
-            TorchRelayError: it failed, on whichever rank.
-        """
-        transaction = self.saving.transaction
-        if self.job.index == 0:
-            transaction.take_over(self.job.save_id, fds)
-            try:
-                self._coordinate()
-            finally:
-                transaction.discard()  # does nothing after a commit
+
+class Notes:
+    """The coordinator of an asynchronous save. The writers of several ranks communicate through the
+    folder that is being written: each leaves a note there when its part is durable; the
+    coordinator's writer waits for all notes, and commits.
+    """
+
+    def __init__(self, job: WriteJob, save: Save) -> None:
+        self._job = job
+        self._save = save
+        self.is_coordinator = job.index == 0
+
+    def conclude(
+        self, local: Callable[[], Written], finish: Callable[[list[Written]], None]
+    ) -> None:
+        if self.is_coordinator:
+            finish(self._gathered(self._outcome(local)))
             return
-        finish = transaction.open_note(_NOTE.format(self.job.index))
-        outcome = self._outcome()
+        note = self._save.transaction.open_note(_NOTE.format(self._job.index))
+        outcome = self._outcome(local)
         try:
-            finish(json.dumps(outcome).encode())
+            note(json.dumps(outcome).encode())
         finally:  # its own error comes first
             _raise_error(outcome)
         self._await_commit()
 
-    def _coordinate(self) -> None:
-        ranks, outcomes = self.job.ranks, {0: self._outcome()}
+    def _outcome(self, local: Callable[[], Written]) -> dict[str, Any]:
+        """Return what ``local`` returns, or the error, as JSON."""
+        try:
+            part = local()
+        except Exception as error:
+            return {"error": described(error, self._job.rank)}
+        return {"files": part.files, "chunks": part.chunks}
+
+    def _gathered(self, mine: dict[str, Any]) -> list[Written]:
+        ranks, outcomes = self._job.ranks, {0: mine}
 
         def missing() -> list[int]:
             for index in range(1, len(ranks)):
                 if index not in outcomes:
-                    note = self.saving.transaction.read_note(_NOTE.format(index))
+                    note = self._save.transaction.read_note(_NOTE.format(index))
                     if note is not None:
                         outcomes[index] = json.loads(note)
             return [rank for index, rank in enumerate(ranks) if index not in outcomes]
@@ -138,42 +148,30 @@ class _Writing:
         finally:  # a rank's error comes before that another is missing
             for index in sorted(outcomes):
                 _raise_error(outcomes[index])
-        parts = [_part(outcomes[index]) for index in range(len(ranks))]
-        self.saving.commit(self.plan.everyone, parts)
-
-    def _outcome(self) -> dict[str, Any]:
-        """Write this rank's part; return it, or the error, as JSON."""
-        try:
-            memory: Any = self.staging
-            base = 0 if memory is None else np.frombuffer(memory, "u1").ctypes.data
-            data = (self.plan.starts + np.uint64(base)).tolist()
-            part = self.saving.write(self.job.rank, self.plan.chunks, data)
-        except Exception as error:
-            return {"error": described(error, self.job.rank)}
-        return {"files": part.files, "chunks": part.chunks}
+        return [_written(outcomes[index]) for index in range(len(ranks))]
 
     def _await_commit(self) -> None:
-        save_id, coordinator = self.job.save_id, self.job.ranks[0]
-        is_committed = self.saving.is_committed
+        job, coordinator = self._job, self._job.ranks[0]
         self._wait(
-            lambda: [coordinator] if is_committed(save_id) is None else [],
-            f"if it is committed, 'torchrelay checkpoint ls {split(self.job.path)[0]}' lists it",
+            lambda: [coordinator] if self._save.is_committed(job.save_id) is None else [],
+            f"if it is committed, 'torchrelay checkpoint ls {split(job.path)[0]}' lists it",
         )
-        if not is_committed(save_id):
+        if not self._save.is_committed(job.save_id):
             raise PeerLostError(
-                f"{self.job.path}: the checkpoint was discarded; look at the output of rank "
+                f"{job.path}: the checkpoint was discarded; look at the output of rank "
                 f"{coordinator}, which coordinates the save, for the reason",
                 ranks=(coordinator,),
             )
 
     def _wait(self, missing: Callable[[], list[int]], otherwise: str) -> None:
         """Wait until no ranks are ``missing``; ``otherwise`` ends the message of the error."""
-        deadline = time.monotonic() + self.job.timeout_s
+        timeout_s = self._job.timeout_s
+        deadline = time.monotonic() + timeout_s
         while ranks := missing():
             if time.monotonic() > deadline:
                 raise OperationTimeoutError(
-                    f"{self.job.path}: the writers of ranks {ranks} did not finish their parts "
-                    f"within {self.job.timeout_s:g} s; {otherwise}",
+                    f"{self._job.path}: the writers of ranks {ranks} did not finish their parts "
+                    f"within {timeout_s:g} s; {otherwise}",
                     ranks=ranks,
                 )
             time.sleep(_POLL_S)
@@ -184,13 +182,13 @@ def _raise_error(outcome: dict[str, Any]) -> None:
         raise from_json(outcome["error"])
 
 
-def _part(outcome: dict[str, Any]) -> Part:
+def _written(outcome: dict[str, Any]) -> Written:
     """Return what a rank has written, from JSON."""
     chunks = [
         ChunkRecord(tuple(keys), Box(tuple(offsets), tuple(sizes)), text)
         for keys, (offsets, sizes), text in outcome["chunks"]
     ]
-    return Part({name: DataFile(*file) for name, file in outcome["files"].items()}, chunks)
+    return Written({name: DataFile(*file) for name, file in outcome["files"].items()}, chunks)
 
 
 if __name__ == "__main__":

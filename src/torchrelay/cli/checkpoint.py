@@ -49,9 +49,9 @@ def inspect(
     as_json: bool = typer.Option(False, "--json", help="Print JSON instead of a table."),
 ) -> None:
     """List the tensors and values of a checkpoint, reading its manifest only."""
-    from torchrelay.checkpoint._foreign import find_checkpoint  # noqa: PLC0415 - the command starts without it
+    from torchrelay.checkpoint._foreign import open_checkpoint  # noqa: PLC0415 - the command starts without it
 
-    folder, read = find_checkpoint(path)
+    folder, read = open_checkpoint(path)
     with closing(folder):
         manifest = read()
         rows = [

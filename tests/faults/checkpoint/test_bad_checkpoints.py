@@ -23,9 +23,9 @@ import torch
 from torchrelay import errors
 from torchrelay.checkpoint import Reader, Writer, latest, load, save, verify
 from torchrelay.checkpoint._catalog import open_transaction
+from torchrelay.checkpoint._engine import described
 from torchrelay.checkpoint._local import LocalTransaction
 from torchrelay.checkpoint._manifest import Parser, parse
-from torchrelay.checkpoint._saving import described
 from torchrelay.checkpoint._tools import read_state
 from torchrelay.checkpoint._types import DataFile
 from torchrelay.deferred import deferred_init, is_deferred

@@ -20,9 +20,17 @@ import pytest
 import torch
 
 from torchrelay import _helper
-from torchrelay.checkpoint import _save, _writer_process, async_save, latest, load, save, verify
+from torchrelay.checkpoint import (
+    _background,
+    _writer_process,
+    async_save,
+    latest,
+    load,
+    save,
+    verify,
+)
+from torchrelay.checkpoint._background import Staging
 from torchrelay.checkpoint._catalog import Keep, retain
-from torchrelay.checkpoint._save import Staging
 from torchrelay.errors import PeerLostError
 from torchrelay.world import World
 
@@ -133,7 +141,7 @@ def _async_saver(world: World, path: str, step: int, moment: int) -> bool:
     except PeerLostError:
         return False
     finally:
-        _save._writer.close()
+        _background.saver.close()
     return True
 
 
@@ -215,7 +223,7 @@ def test_a_writer_that_dies_after_the_copy_is_reported(
 
     def copy_and_kill(self: Any, *args: Any) -> Any:
         copied = copy(self, *args)
-        helper = _save._writer.helper
+        helper = _background.saver.helper
         assert helper is not None
         helper.kill()
         return copied
@@ -228,4 +236,4 @@ def test_a_writer_that_dies_after_the_copy_is_reported(
     async_save(_state(1), tmp_path / "step-1").result(60)
     verify(tmp_path / "step-1")
     assert latest(tmp_path) == str(tmp_path / "step-1")
-    _save._writer.close()
+    _background.saver.close()

@@ -22,8 +22,8 @@ import torch
 
 from torchrelay._helper import Channel
 from torchrelay.checkpoint import Keep, async_save, latest, load, save, verify
+from torchrelay.checkpoint._background import saver
 from torchrelay.checkpoint._catalog import listing
-from torchrelay.checkpoint._save import _writer
 from torchrelay.errors import (
     ArgumentError,
     ConfigError,
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 @pytest.fixture(autouse=True)
 def no_writer_left() -> Iterator[None]:
     yield
-    _writer.close()
+    saver.close()
 
 
 @pytest.fixture
@@ -88,8 +88,8 @@ def test_a_state_may_change_as_soon_as_the_call_returns(tmp_path: Path) -> None:
     for step in range(4):
         handles.append(async_save(state, tmp_path / f"step-{step}", keep=2))
         state["w"].add_(1)
-        assert _writer.helper is not None
-        writers.add((_writer.helper.pid, _writer.staging.fd))
+        assert saver.helper is not None
+        writers.add((saver.helper.pid, saver.staging.fd))
     assert len(writers) == 1
     assert handles[3].result(60) == str(tmp_path / "step-3")
     assert all(handle.done() for handle in handles)
@@ -120,7 +120,7 @@ def test_a_save_of_the_same_layout_uses_the_plan_of_the_last_one(tmp_path: Path)
     plans = []
     for number, state in enumerate(states):
         async_save(state, tmp_path / f"x{number}").result(60)
-        plans.append(_writer._sent)
+        plans.append(saver._sent)
     assert [one is other for one, other in itertools.pairwise(plans)] == [False, True, False, False]
     for number, state in enumerate(states):
         assert verify(tmp_path / f"x{number}")
@@ -154,12 +154,12 @@ def test_many_saves_need_the_memory_of_one(tmp_path: Path) -> None:
 
     for step in range(2):
         saved(step)
-    assert _writer.helper is not None
-    both = (os.getpid(), _writer.helper.pid)
+    assert saver.helper is not None
+    both = (os.getpid(), saver.helper.pid)
     for pid in both:
         Path(f"/proc/{pid}/clear_refs").write_text("5")  # the peak starts again from what it is now
     before = {pid: (_memory(pid, "VmRSS"), files(pid)) for pid in both}
-    assert before[_writer.helper.pid][0] > size_bytes  # the staging memory is part of the figure
+    assert before[saver.helper.pid][0] > size_bytes  # the staging memory is part of the figure
     for step in range(2, 12):
         saved(step)
     for pid in both:
@@ -173,15 +173,15 @@ def test_errors_surface_at_result_or_at_the_next_save(
     tmp_path: Path, state: dict[str, Any]
 ) -> None:
     async_save(state, tmp_path / "good").result(60)
-    assert _writer.helper is not None
+    assert saver.helper is not None
 
-    os.kill(_writer.helper.pid, signal.SIGSTOP)  # so that it is killed before it has written
+    os.kill(saver.helper.pid, signal.SIGSTOP)  # so that it is killed before it has written
     handle = async_save(state, tmp_path / "lost")
     with pytest.raises(OperationTimeoutError, match="it goes on"):
         handle.result(0.05)
     with pytest.raises(StorageError, match="another save to this path is in progress"):
         save(state, tmp_path / "lost")
-    os.kill(_writer.helper.pid, signal.SIGKILL)
+    os.kill(saver.helper.pid, signal.SIGKILL)
     with pytest.raises(PeerLostError, match="writer process has died") as caught:
         async_save(state, tmp_path / "next")
     assert caught.value.ranks == (0,)
@@ -194,9 +194,9 @@ def test_errors_surface_at_result_or_at_the_next_save(
 
 
 def _stopped_writer() -> int:
-    assert _writer.helper is not None
-    os.kill(_writer.helper.pid, signal.SIGSTOP)
-    return _writer.helper.pid
+    assert saver.helper is not None
+    os.kill(saver.helper.pid, signal.SIGSTOP)
+    return saver.helper.pid
 
 
 @pytest.mark.parametrize("way", ["result", "done"])
@@ -216,7 +216,7 @@ def test_a_writer_that_is_left_finishes_a_save_that_is_not_reported_as_committed
     waiting = threading.Thread(target=wait)
     waiting.start()
     waits.wait()
-    _writer.close()  # as at exit
+    saver.close()  # as at exit
     waiting.join()
     assert handle.done()
     for _ in range(2):
@@ -376,7 +376,7 @@ def test_ranks_do_not_wait_for_a_save_in_another_thread_of_one(
         may_end.set()
         alone.join()
     async_save(state, tmp_path / "both").result(60)
-    _writer.close()
+    saver.close()
     assert {_loaded(tmp_path / name) for name in ("alone", "both")} == {1.0}
 
 
@@ -411,7 +411,7 @@ def test_each_rank_says_why_its_save_failed(tmp_path: Path, world: World) -> Non
         handle.result(60)
     dist.barrier()
     assert "late" in [found.name for found in listing(tmp_path)]
-    _writer.close()
+    saver.close()
 
 
 @pytest.mark.processes(2)
@@ -436,7 +436,7 @@ def test_an_error_comes_before_that_another_rank_is_missing(tmp_path: Path, worl
     os.kill(pid, signal.SIGCONT)
     with pytest.raises(StorageError):
         handle.result(60)
-    _writer.close()
+    saver.close()
 
 
 def _save_and_die(world: World, folder: str) -> None:
@@ -471,15 +471,15 @@ def _lose_a_writer(world: World, folder: str) -> str:
     _start(world)
     state = {"w": torch.full((1000,), 1.0), "t": torch.zeros(4, 3)}
     async_save(state, f"{folder}/good").result(60)
-    assert _writer.helper is not None
+    assert saver.helper is not None
     if world.rank == 1:
-        os.kill(_writer.helper.pid, signal.SIGSTOP)
+        os.kill(saver.helper.pid, signal.SIGSTOP)
     state["w"].add_(1)
     os.environ["TORCHRELAY_CHECKPOINT_COMMIT_TIMEOUT_S"] = "2"  # of this save only
     handle = async_save(state, f"{folder}/lost")
     del os.environ["TORCHRELAY_CHECKPOINT_COMMIT_TIMEOUT_S"]
     if world.rank == 1:
-        os.kill(_writer.helper.pid, signal.SIGKILL)
+        os.kill(saver.helper.pid, signal.SIGKILL)
     try:
         handle.result(60)
     except (PeerLostError, OperationTimeoutError) as error:
@@ -487,7 +487,7 @@ def _lose_a_writer(world: World, folder: str) -> str:
     dist.barrier()
     state["w"].add_(1)
     async_save(state, f"{folder}/next").result(60)
-    _writer.close()
+    saver.close()
     return failed
 
 

@@ -266,7 +266,7 @@ def test_options_of_dcps_state_dicts(tmp_path: Path, world: World) -> None:
 def test_a_plan_is_for_the_ranks_that_agreed_on_it(tmp_path: Path, world: World) -> None:
     """What one rank alone adds is saved, and what it alone drops is written by the other."""
     from torchrelay.checkpoint import async_save, load, save
-    from torchrelay.checkpoint._save import _writer
+    from torchrelay.checkpoint._background import saver
 
     _start(world)
     state = {f"w{i}": torch.full((10,), float(i)) for i in range(4)}
@@ -279,7 +279,7 @@ def test_a_plan_is_for_the_ranks_that_agreed_on_it(tmp_path: Path, world: World)
         found = {key: torch.zeros_like(value) for key, value in {**changed, **state}.items()}
         load(found, f"{name}-1")
         assert all(torch.equal(found[key], {**changed, **state}[key]) for key in found)
-    _writer.close()
+    saver.close()
 
 
 def _die_while_saving(world: World, folder: str) -> str:
@@ -326,7 +326,7 @@ def test_all_ranks_read_the_same_checkpoint(
     import torch.distributed.checkpoint as dcp
 
     from torchrelay.checkpoint import Reader, _read, load, save
-    from torchrelay.checkpoint._foreign import find_checkpoint
+    from torchrelay.checkpoint._foreign import open_checkpoint
 
     _start(world)
 
@@ -358,10 +358,10 @@ def test_all_ranks_read_the_same_checkpoint(
             while not (tmp_path / "opened").exists():
                 time.sleep(0.01)
             save({"w": torch.full((3,), 7.0)}, path, no_dist=True, fsync=False)
-        folder, read = find_checkpoint(path)
+        folder, read = open_checkpoint(path)
         manifest = read()
         (tmp_path / "opened").touch()
         return folder, lambda: manifest
 
-    monkeypatch.setattr(_read, "find_checkpoint", opened)
+    monkeypatch.setattr(_read, "open_checkpoint", opened)
     assert loaded(tmp_path / "step-1") == 7.0

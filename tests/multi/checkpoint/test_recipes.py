@@ -150,7 +150,7 @@ def _small() -> dict[str, Any]:
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_examples_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from torchrelay.checkpoint import latest
-    from torchrelay.checkpoint._save import _writer
+    from torchrelay.checkpoint._background import saver
 
     monkeypatch.chdir(tmp_path)
     names = _small()
@@ -161,7 +161,7 @@ def test_examples_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     try:
         exec(asynchronous, names)
     finally:
-        _writer.close()
+        saver.close()
     assert not torch.equal(weight, expected)  # the optimizer has stepped since
     resumed = {"model": names["model"]}
     exec(_recipe("Resume, or start anew"), {**names, "latest": latest, "state": resumed})

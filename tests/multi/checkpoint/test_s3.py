@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from torchrelay.checkpoint import async_save, latest, load, save, verify
+from torchrelay.checkpoint._background import saver
 from torchrelay.checkpoint._catalog import open_transaction
+from torchrelay.checkpoint._engine import Save, SaveOptions
 from torchrelay.checkpoint._remote import RemoteTransaction, _RemoteSink
-from torchrelay.checkpoint._save import _writer
-from torchrelay.checkpoint._saving import SaveOptions, Saving
 from torchrelay.errors import CorruptionError, StorageError
 from torchrelay.world import World
 
@@ -47,7 +47,7 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     fs = fsspec.filesystem("s3")
     fs.mkdir("bucket")
     yield "s3://bucket"
-    _writer.close()
+    saver.close()
     fs.clear_instance_cache()
     server.stop()
 
@@ -300,7 +300,7 @@ def _save_often(world: World, url: str, saves: int) -> None:
     for step in range(saves):
         state = {f"w{world.rank}": torch.full((10,), float(step)), "step": step}
         async_save(state, f"{url}/step-{step}", keep=2).result(200)
-    _writer.close()
+    saver.close()
 
 
 @pytest.mark.timeout(300)
@@ -318,7 +318,7 @@ def test_asynchronous_saves_of_two_ranks(bucket: str, run_processes: RunProcesse
 def test_a_marker_that_goes_away_between_two_looks(
     store: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    saving = Saving(f"{store}/step-1", SaveOptions())
+    saving = Save(f"{store}/step-1", SaveOptions())
     save_id = saving.transaction.begin()
     assert saving.is_committed(save_id) is None
     assert saving.is_committed("of another save") is False

@@ -13,9 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchrelay.checkpoint._inventory import deal
+from torchrelay.checkpoint._plan import PlannedChunk, deal
 from torchrelay.checkpoint._read import (
-    Segment,
+    ChunkSlice,
     _parts,
     _pieces,
     _span,
@@ -23,7 +23,6 @@ from torchrelay.checkpoint._read import (
     segments_of,
     within,
 )
-from torchrelay.checkpoint._saving import PlannedChunk
 from torchrelay.checkpoint._types import (
     DTYPES,
     Box,
@@ -106,7 +105,7 @@ def test_a_part_is_where_the_storage_has_it(data: st.DataObject) -> None:
     for row in flat:
         begin = positions[int(row[0])]
         assert stored[begin : begin + run].tolist() == row.tolist()
-    segment = Segment(
+    segment = ChunkSlice(
         "k",
         TensorEntry(DTYPES["int64"], shape, ()),
         Chunk(outer, "f", 0, 8 * outer.numel, strides=strides),

@@ -15,7 +15,7 @@ import torch
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from torchrelay.checkpoint import Reader, Writer, async_save, load, save
-from torchrelay.checkpoint._save import _writer
+from torchrelay.checkpoint._background import saver
 from torchrelay.errors import ArgumentError
 
 
@@ -126,7 +126,7 @@ def _in_fork(function: Any) -> None:
         status = 1
         try:
             function()
-            _writer.close()
+            saver.close()
             status = 0
         finally:
             os._exit(status)
@@ -147,7 +147,7 @@ def test_a_forked_child_leaves_its_parents_save_alone(tmp_path: Path) -> None:
         assert handle.result(60) == str(tmp_path / "parent")
         _in_fork(lambda: save({"step": torch.ones(3)}, tmp_path / "child again"))
     finally:
-        _writer.close()
+        saver.close()
     for name, value in (("parent", 0.0), ("child", 1.0), ("child again", 1.0)):
         found = {"step": torch.full((3,), -1.0)}
         load(found, tmp_path / name)

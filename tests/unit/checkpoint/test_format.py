@@ -24,8 +24,8 @@ import torch
 
 from torchrelay import _native
 from torchrelay.checkpoint import Reader, latest, load, save, verify
+from torchrelay.checkpoint._engine import Save, SaveOptions
 from torchrelay.checkpoint._local import LocalFolder
-from torchrelay.checkpoint._saving import SaveOptions, Saving
 from torchrelay.checkpoint._types import DTYPES
 from torchrelay.deferred import deferred_init, is_deferred
 from torchrelay.errors import ArgumentError, CorruptionError, MismatchError, StorageError
@@ -210,7 +210,7 @@ def test_a_slice_reads_its_own_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize(
     ("name", "limit_bytes"),
-    [("_manifest.MAX_MANIFEST_BYTES", 1000), ("_saving.MAX_HEADER_BYTES", 2000)],
+    [("_manifest.MAX_MANIFEST_BYTES", 1000), ("_engine.MAX_HEADER_BYTES", 2000)],
 )
 def test_what_no_reader_would_take_is_not_committed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, limit_bytes: int
@@ -224,7 +224,7 @@ def test_what_no_reader_would_take_is_not_committed(
 
 
 def test_a_file_has_so_many_chunks_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchrelay.checkpoint._saving._MAX_FILE_CHUNKS", 30, raising=False)
+    monkeypatch.setattr("torchrelay.checkpoint._engine._MAX_FILE_CHUNKS", 30, raising=False)
     state = {f"w{i}": torch.full((2,), float(i)) for i in range(100)}
     save(state, tmp_path / "x", fsync=False)
     assert len(os.listdir(tmp_path / "x")) == 4 + 1
@@ -581,13 +581,13 @@ def test_a_rank_that_wrote_elsewhere_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_finds_another_save_is_refused(tmp_path: Path) -> None:
-    saving = Saving(tmp_path / "x", SaveOptions())
+    saving = Save(tmp_path / "x", SaveOptions())
     save_id = saving.transaction.begin()
     saving.check_shared(save_id)
     with pytest.raises(StorageError, match="on storage that they share"):
         saving.check_shared("of another save")
     with pytest.raises(StorageError, match="on storage that they share"):
-        Saving(tmp_path / "y", SaveOptions()).check_shared(save_id)
+        Save(tmp_path / "y", SaveOptions()).check_shared(save_id)
     saving.transaction.discard()
 
 

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from torchrelay.checkpoint._save import Staging
+from torchrelay.checkpoint._background import Staging
 
 
 class _Runtime:

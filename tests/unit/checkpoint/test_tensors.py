@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch.testing._internal.two_tensor import TwoTensor
 
 from torchrelay.checkpoint import Reader, Writer, async_save, load, save
-from torchrelay.checkpoint._save import _writer
+from torchrelay.checkpoint._background import saver
 from torchrelay.deferred import deferred_init, fake, is_deferred
 from torchrelay.errors import (
     ArgumentError,
@@ -61,7 +61,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.fixture(autouse=True)
 def no_writer_left() -> Iterator[None]:
     yield
-    _writer.close()
+    saver.close()
 
 
 def _views() -> dict[str, torch.Tensor]:

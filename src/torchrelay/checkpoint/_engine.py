@@ -1,0 +1,323 @@
+"""The engine below every way to save: this rank's part is written, the ranks agree that all are,
+and the coordinator assembles the manifest, commits, and removes old checkpoints. Imports no torch.
+
+The same code runs in the trainer (a synchronous save) and in the writer process (an asynchronous
+one); what differs is the :class:`Coordinator`.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
+from typing import Any, Protocol
+
+from torchrelay._progress import no_progress
+from torchrelay.checkpoint import _manifest
+from torchrelay.checkpoint._catalog import (
+    Keep,
+    check_keep,
+    commit_time_ns,
+    open_folder,
+    open_transaction,
+    retain,
+)
+from torchrelay.checkpoint._manifest import Head
+from torchrelay.checkpoint._output import (
+    ChunkRecord,
+    Data,
+    OutputFile,
+    Progress,
+    Task,
+    grouped,
+)
+from torchrelay.checkpoint._plan import Description, PlannedChunk
+from torchrelay.checkpoint._storage import Path, split
+from torchrelay.checkpoint._tasks import no_collection, run_tasks, usable_threads
+from torchrelay.checkpoint._types import (
+    MAX_HEADER_BYTES,
+    Box,
+    DataFile,
+    StatePath,
+    check_count,
+    tiling_fault,
+)
+from torchrelay.errors import ArgumentError, MismatchError, StorageError, TorchRelayError, to_json
+
+__all__ = [
+    "MAX_STAGING_BYTES",
+    "Coordinator",
+    "Save",
+    "SaveOptions",
+    "Written",
+    "assemble",
+    "described",
+]
+
+_NAMES_RANK = re.compile(r"rank \d+: ")
+_MAX_FILE_CHUNKS = 1 << 17  # so that readers take the header of a file
+MAX_STAGING_BYTES = 1 << 30
+
+
+class Coordinator(Protocol):
+    """How the ranks of a save agree that all have written their parts: by collectives of the
+    trainers (:class:`._group.Group`), or by notes of their writer processes
+    (:class:`._writer_process.Notes`).
+    """
+
+    @property
+    def is_coordinator(self) -> bool:
+        """Return whether this rank is the one that commits."""
+
+    def conclude(
+        self, local: Callable[[], Written], finish: Callable[[list[Written]], None]
+    ) -> None:
+        """Call ``local`` on every rank, and ``finish`` with all results on the coordinator. Blocks;
+        returns when ``finish`` has.
+
+        Raises:
+            TorchRelayError: ``local`` raised on some rank, or ``finish``; the first error, on every
+                rank.
+        """
+
+
+@dataclass
+class Written:
+    """What one rank has written, for the coordinator. With DCP's planner also its encoded values by
+    key.
+    """
+
+    files: dict[str, DataFile] = field(default_factory=dict)
+    chunks: list[ChunkRecord] = field(default_factory=list)
+    objects: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class SaveOptions:
+    """Arguments of every way to save; see :func:`torchrelay.checkpoint.save`.
+
+    Raises:
+        ArgumentError: one is out of range.
+    """
+
+    threads: int | None = None
+    fsync: bool = True
+    checksum: bool = True
+    keep: int | Keep | None = None
+    max_staging_bytes: int | None = MAX_STAGING_BYTES
+
+    def __post_init__(self) -> None:
+        check_count("threads", self.threads)
+        check_count("max_staging_bytes", self.max_staging_bytes)
+
+
+class Save:
+    """One save, as a rank takes part in it.
+
+    Raises:
+        ArgumentError: ``path`` cannot be the path of a checkpoint, or not of one with ``keep=``.
+    """
+
+    def __init__(self, path: Path, options: SaveOptions) -> None:
+        self._options = options
+        self._keep = check_keep(options.keep, path)
+        self.transaction = open_transaction(path, fsync=options.fsync)
+        self.path = self.transaction.location
+
+    def check_shared(self, save_id: str) -> None:
+        """Check that this rank finds the coordinator's save at its path.
+
+        Raises:
+            StorageError: it does not.
+        """
+        if not self.transaction.is_marked(save_id):
+            raise StorageError(
+                errno.ENOENT,
+                f"this rank saves to {self.path}, but does not find the coordinator's save there: "
+                "all ranks must save to the same path, on storage that they share",
+            )
+
+    def is_committed(self, save_id: str) -> bool | None:
+        """Return whether the save was committed; None while the coordinator has not ended it, and
+        lives, as far as can be seen.
+        """
+        is_marked = self.transaction.is_marked(save_id)  # asked first: removed after a commit
+        is_committed = _manifest.is_of(partial(open_folder, self.path), save_id)
+        return None if is_marked and not is_committed else is_committed
+
+    def complete(
+        self,
+        ranks: Coordinator,
+        write: Callable[[], Written],
+        everyone: Sequence[Description],
+    ) -> None:
+        """Write all parts, and commit. Blocks; returns on every rank once it is committed.
+
+        Args:
+            write: calls :meth:`write` for this rank.
+            everyone: as for :func:`assemble`; used on the coordinator.
+
+        Raises:
+            TorchRelayError: it failed, on whichever rank; nothing is left of it.
+        """
+        with self.discarding(ranks):
+            ranks.conclude(write, lambda parts: self.commit(everyone, parts))
+
+    @contextmanager
+    def discarding(self, ranks: Coordinator) -> Iterator[None]:
+        """At the end, remove what was written, unless it is committed or left to a process."""
+        try:
+            yield
+        finally:
+            if ranks.is_coordinator:
+                self.transaction.discard()
+
+    def write(
+        self,
+        rank: int,
+        chunks: Sequence[PlannedChunk],
+        data: Sequence[Data],
+        progress: Progress = no_progress,
+    ) -> Written:
+        """Write this rank's part, chunks and the data of each, to new files. Blocks until they are
+        durable.
+
+        ``progress`` is called with bytes written since the last call, from several threads.
+
+        Raises:
+            StorageError: a file cannot be written.
+        """
+        copied = (
+            chunk.size_bytes
+            for chunk, source in zip(chunks, data, strict=True)
+            if not isinstance(source, int)
+        )
+        # Each thread copies one chunk at a time.
+        copies = (self._options.max_staging_bytes or MAX_STAGING_BYTES) // max(copied, default=1)
+        threads = min(usable_threads(self._options.threads), max(1, copies))
+        outputs: list[OutputFile] = []
+        try:
+            with no_collection():
+                limit_bytes = self.transaction.max_file_bytes
+                least = limit_bytes // _MAX_FILE_CHUNKS
+                sizes = (max(chunk.size_bytes, least) for chunk in chunks)
+                pairs = zip(chunks, data, strict=True)
+                for group in grouped(pairs, sizes, limit_bytes):
+                    name = f"data-{rank:05d}-{len(outputs):05d}.safetensors"
+                    sink = self.transaction.create(name)
+                    outputs.append(OutputFile(name, sink, group, self._options.checksum, progress))
+            if self.transaction.sequential:
+                # Until it is closed, an upload has its last part in memory.
+                uploads = [chain(output.tasks(), [output.sink.close]) for output in outputs]
+                run_tasks([partial(_run_in_order, tasks) for tasks in uploads], threads)
+            else:
+                run_tasks([task for output in outputs for task in output.tasks()], threads)
+                run_tasks([output.sink.close for output in outputs], threads)
+        except BaseException:
+            for output in outputs:
+                output.sink.abort()
+            raise
+        files = {output.name: output.file for output in outputs}
+        with no_collection():
+            return Written(files, [record for output in outputs for record in output.records()])
+
+    def commit(self, everyone: Sequence[Description], parts: Sequence[Written]) -> None:
+        """Commit the checkpoint, and remove what ``keep=`` does not keep. Coordinator only.
+        Arguments as for :func:`assemble`.
+
+        Raises:
+            ArgumentError, MismatchError: as for :func:`assemble`.
+            StorageError: it cannot be committed, or an older one not removed.
+        """
+        parent, name = split(self.path)
+        head = Head(commit_time_ns(parent), self.transaction.save_id, name)
+        self.transaction.commit(*assemble(everyone, parts, head))
+        if self._keep is not None:
+            retain(self.path, self._keep)
+
+
+@no_collection()
+def assemble(
+    everyone: Sequence[Description], parts: Sequence[Written], head: Head
+) -> tuple[bytes, dict[str, int]]:
+    """Return the manifest of a checkpoint whose parts are written, and the sizes of its files.
+
+    Args:
+        everyone: the descriptions of the ranks; one description if it is the same for all.
+        parts: what all ranks have written.
+        head: what the first line of the manifest says.
+
+    Raises:
+        ArgumentError: no reader would take it: a tensor has too many dimensions, or a header or the
+            manifest is too long.
+        MismatchError: the parts do not make whole tensors.
+    """
+    chunks: dict[str, dict[Box, str]] = defaultdict(dict)
+    files: dict[str, DataFile] = {}
+    for part in parts:
+        files.update(part.files)
+        for keys, box, text in part.chunks:
+            for key in keys:
+                chunks[key].setdefault(box, text)
+    tensors: dict[str, str] = {}
+    objects: dict[str, Any] = {}
+    paths: dict[str, StatePath] = {}
+    for part in parts:
+        objects.update(part.objects)
+    for description in everyone:
+        objects.update(description.objects)
+        paths.update(description.layout.paths)
+        for key, (dtype, shape, *_) in description.layout.tensors.items():
+            if key not in tensors:
+                if len(shape) > _manifest.MAX_DIMS:
+                    raise ArgumentError(
+                        f"{key}: a checkpoint holds tensors of at most {_manifest.MAX_DIMS} "
+                        f"dimensions, and this one has {len(shape)}; reshape it"
+                    )
+                found = sorted(chunks[key].items())
+                fault = tiling_fault(shape, [box for box, _ in found])
+                if fault:
+                    raise MismatchError(
+                        f"the ranks together do not hold the whole tensor {key!r} of shape "
+                        f"{list(shape)}: {fault}"
+                    )
+                tensors[key] = _manifest.tensor_text(dtype, shape, [text for _, text in found])
+    data = _manifest.to_bytes(
+        head,
+        world_size=len(parts),
+        files=files,
+        tensors=tensors,
+        objects=objects,
+        paths=paths,
+    )
+    header_bytes = max((file.header_bytes for file in files.values()), default=0)
+    for what, size_bytes, limit_bytes in (
+        ("the manifest", len(data), _manifest.MAX_MANIFEST_BYTES),
+        ("the header of a data file", header_bytes, MAX_HEADER_BYTES),
+    ):
+        if size_bytes > limit_bytes:
+            raise ArgumentError(
+                f"{head.name}: {what} would have {size_bytes} bytes, more than the {limit_bytes} "
+                "that readers take; save fewer tensors and values, or shorten their keys"
+            )
+    return data, {name: file.size_bytes for name, file in files.items()}
+
+
+def described(error: Exception, rank: int) -> dict[str, Any]:
+    """Return an error as JSON values, with a message that names the rank it happened on."""
+    found = to_json(error)
+    if not _NAMES_RANK.match(found["message"]):
+        found["message"] = f"rank {rank}: {found['message']}"
+    if not isinstance(error, TorchRelayError):
+        found["ranks"] = [rank]
+    return found
+
+
+def _run_in_order(tasks: Iterable[Task]) -> None:
+    for task in tasks:
+        task()
