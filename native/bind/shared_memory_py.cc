@@ -23,6 +23,10 @@ PyType_Slot slots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(get_buffer)}, {
 }  // namespace
 
 void register_shared_memory(nb::module_& module) {
+  module.def("anonymous_file", &anonymous_file, "label"_a, "size_bytes"_a = 0,
+             "The descriptor of a new file without a name, in memory where memfd_create is allowed.");
+  module.def("remedy", &remedy, "error"_a,
+             "What to do where a call failed with this errno because something has run out; else empty.");
   nb::class_<SharedMemory>(module, "SharedMemory", nb::type_slots(slots),
                            "A block of memory that several processes of one host map; see buffers.Segment.")
       .def_static("create", &SharedMemory::create, "size_bytes"_a, "label"_a, "populate"_a = false,

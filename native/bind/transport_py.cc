@@ -39,7 +39,8 @@ nb::object call(std::thread::id caller, const nb::callable& function, Arguments.
     return function(arguments...);
   } catch (const nb::python_error& raised) {
     if (std::this_thread::get_id() == caller) throw;
-    throw Error(Code::kUnavailable, raised.what());
+    const auto type = nb::cast<std::string>(raised.type().attr("__name__"));
+    throw Error(Code::kUnavailable, type + ": " + nb::str(raised.value()).c_str());
   }
 }
 

@@ -57,14 +57,13 @@ void Ticket::finish(std::exception_ptr error) {
   for (auto& call : then) call();
 }
 
+Executor::Executor() : thread_(start_thread([this] { loop(); })) {}
+
 std::shared_ptr<Ticket> Executor::submit(Job job) {
   auto ticket = std::make_shared<Ticket>();
   {
     const std::lock_guard guard(lock_);
     admit();
-    if (!thread_.joinable()) {
-      thread_ = std::thread([this] { loop(); });
-    }
     queue_.emplace_back(std::move(job), ticket);
   }
   changed_.notify_all();

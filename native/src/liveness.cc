@@ -47,8 +47,9 @@ Found read_status(std::int32_t pid, Status& status) noexcept {
 ProcessId ProcessId::current() {
   const auto pid = static_cast<std::int32_t>(getpid());
   Status status;
-  if (read_status(pid, status) != Found::kYes)
-    throw Error(Code::kUnavailable, with_errno("reading /proc/self/stat; is /proc mounted?"));
+  const Found found = read_status(pid, status);
+  if (found == Found::kNo) throw Error(Code::kUnavailable, "there is no /proc/self/stat; is /proc mounted?");
+  if (found == Found::kUnknown) throw Error(Code::kUnavailable, with_errno("reading /proc/self/stat"));
   return {pid, status.start_ticks};
 }
 

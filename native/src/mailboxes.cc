@@ -99,7 +99,10 @@ void Mailboxes::drive(const std::shared_ptr<Transfer>& transfer) {
   step(guard);
   if (transfer->ticket().done()) return;
   if (stopping_) return;  // stop() fails what is in progress
-  if (!thread_.joinable()) thread_ = std::thread([this] { loop(); });
+  try {
+    if (!thread_.joinable()) thread_ = start_thread([this] { loop(); });
+  } catch (const Error&) {  // the next wait or message moves it
+  }
   changed_.notify_all();
 }
 

@@ -5,7 +5,9 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <cstdio>
+#include <cstdlib>
 #include <utility>
 
 #include "torchrelay/error.h"
@@ -22,7 +24,35 @@ struct stat status_of(int fd) {
   return status;
 }
 
+// An unlinked file in `folder`, all of whose bytes are allocated: one that did not fit would end the process
+// at its first use. -1, and errno, if there is none.
+int unlinked_file(const std::string& folder, std::size_t size_bytes) {
+  std::string path = folder + "/torchrelay-XXXXXX";
+  const int fd = mkostemp(path.data(), O_CLOEXEC);
+  if (fd < 0) return fd;
+  unlink(path.c_str());
+  const int error = size_bytes == 0 ? 0 : posix_fallocate(fd, 0, static_cast<off_t>(size_bytes));
+  if (error == 0) return fd;
+  close(fd);
+  errno = error;
+  return -1;
+}
+
 }  // namespace
+
+int anonymous_file(const std::string& label, std::size_t size_bytes) {
+  const int memfd = memfd_create(label.c_str(), MFD_CLOEXEC | MFD_ALLOW_SEALING);
+  if (memfd >= 0) return memfd;
+  std::string why = with_errno("shared memory: memfd_create");
+  if (errno != EPERM && errno != EACCES && errno != ENOSYS) throw Error(Code::kSegment, why);
+  const char* given = std::getenv("TMPDIR");
+  for (const std::string folder : {"/dev/shm", given == nullptr || *given == '\0' ? "/tmp" : given}) {
+    if (const int fd = unlinked_file(folder, size_bytes); fd >= 0) return fd;
+    why += with_errno("; a file in " + folder);
+  }
+  throw Error(Code::kSegment, why + "; allow memfd_create, or set TMPDIR to a folder with " +
+                                  std::to_string(size_bytes) + " bytes of space");
+}
 
 SharedMemory::SharedMemory(int fd, bool read_only, bool populate) : fd_(fd), read_only_(read_only) {
   try {
@@ -60,15 +90,15 @@ SharedMemory::~SharedMemory() {
 
 SharedMemory SharedMemory::create(std::size_t size_bytes, const std::string& label, bool populate) {
   if (size_bytes == 0) throw Error(Code::kArgument, "shared memory: size_bytes must be at least 1");
-  const int fd = memfd_create(label.c_str(), MFD_CLOEXEC | MFD_ALLOW_SEALING);
-  if (fd < 0) throw Error(Code::kSegment, with_errno("shared memory: memfd_create"));
-  if (ftruncate(fd, static_cast<off_t>(size_bytes)) != 0 ||
-      fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) {
+  const int fd = anonymous_file(label, size_bytes);
+  if (ftruncate(fd, static_cast<off_t>(size_bytes)) != 0) {
     const auto message =
         with_errno("shared memory: sizing a block of " + std::to_string(size_bytes) + " bytes");
     close(fd);
     throw Error(Code::kSegment, message);
   }
+  // A file in a folder, which is allocated instead, cannot be sealed.
+  fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL);
   return SharedMemory(fd, false, populate);
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import ipaddress
 import os
 import socket
@@ -85,6 +86,7 @@ def _ipv6_of_device(name: str) -> str | None:
     return None
 
 
+@functools.cache
 def boot_id() -> str:
     """Return the kernel's boot id, which is different after each boot."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -19,6 +19,7 @@ from array import array
 from collections.abc import Sequence
 from typing import Any
 
+from torchrelay import _native
 from torchrelay.errors import PeerLostError, ProtocolError
 
 __all__ = ["Channel", "HelperProcess", "code_command", "module_command"]
@@ -75,7 +76,7 @@ class Channel:
         if len(data) <= _PACKET_BYTES:
             self._send(data, descriptors)
             return
-        with os.fdopen(os.memfd_create("torchrelay-message", os.MFD_CLOEXEC), "wb") as file:
+        with os.fdopen(_native.anonymous_file("torchrelay-message"), "wb") as file:
             file.write(data)
             file.flush()
             self._send(_IN_FILE, [file.fileno(), *descriptors])

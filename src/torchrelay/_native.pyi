@@ -107,6 +107,16 @@ class Origin:
     @property
     def pid(self) -> int: ...
 
+def anonymous_file(label: str, size_bytes: int = 0) -> int:
+    """
+    The descriptor of a new file without a name, in memory where memfd_create is allowed.
+    """
+
+def remedy(error: int) -> str:
+    """
+    What to do where a call failed with this errno because something has run out; else empty.
+    """
+
 class SharedMemory:
     """
     A block of memory that several processes of one host map; see buffers.Segment.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import errno
 import hashlib
 import itertools
 import json
@@ -23,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import Self
 
-from torchrelay import config
+from torchrelay import _native, config
 from torchrelay._addresses import boot_id
 from torchrelay._waiting import duration, listed, nothing_to_check, wait_for_others
 from torchrelay.errors import (
@@ -31,6 +30,7 @@ from torchrelay.errors import (
     MismatchError,
     OperationTimeoutError,
     PeerLostError,
+    TorchRelayError,
     UnavailableError,
 )
 
@@ -44,6 +44,7 @@ _FIRST_LOOK_S = 0.02  # how long a rank waits for others that were there before 
 
 _LEAVING_POLL_S = 0.01
 _LONGEST_LEAVING_S = 5.0
+_NEWS_S = 0.5  # for the cause of a rank that left while the group was made
 
 _JOIN = "join the group"
 _SAME_GROUPS = "are they running, and do they make the same groups in the same order?"
@@ -198,14 +199,7 @@ def _proc_errors() -> Iterator[None]:
 
 def remedy_of(error: OSError) -> str:
     """Return what to do where this process or the system lacks something."""
-    remedies = {
-        errno.EMFILE: "this process has no file descriptors left: close some, or raise its limit "
-        "(ulimit -n)",
-        errno.ENFILE: "the system has no file descriptors left: raise fs.file-max",
-        errno.ENOMEM: "there is no memory left: use less, or raise the limits (ulimit -v)",
-        errno.EAGAIN: "end some threads or processes, or raise the limits (ulimit -u)",
-    }
-    return remedies.get(error.errno or 0, "is it forbidden here?")
+    return _native.remedy(error.errno or 0) or "is it forbidden here?"
 
 
 @dataclass(frozen=True)
@@ -535,10 +529,39 @@ class Meeting(Ranks):
         part.processes = [self.processes[rank] for rank in ranks]
         return part
 
+    @contextlib.contextmanager
+    def joining(self) -> Iterator[None]:
+        """Notify the others of an error of this rank alone in this block, and raise theirs.
+
+        Raises:
+            UnavailableError: this rank or another one lacks what it needs.
+        """
+        try:
+            yield
+        except (MismatchError, OperationTimeoutError):  # which all ranks have
+            raise
+        except PeerLostError as error:
+            if self.names[self.rank] in error.ranks:
+                self.refuse(error)
+            deadline_s = time.monotonic() + _NEWS_S
+            with self._store_errors():
+                while time.monotonic() < deadline_s:  # a rank that has left may have said why
+                    self._check_trouble()
+                    time.sleep(_LEAVING_POLL_S)
+            raise
+        except TorchRelayError as error:
+            self.refuse(error)
+            raise
+        except Exception as error:
+            remedy = f"; {remedy_of(error)}" if isinstance(error, OSError) else ""
+            lacking = UnavailableError(f"making a group: {error or type(error).__name__}{remedy}")
+            self.refuse(lacking)
+            raise lacking from error
+
     def refuse(self, error: Exception) -> None:
         """Notify the others that this rank lacks what it needs: they need not wait for it."""
         with contextlib.suppress(RuntimeError):  # the store is gone, and they know
-            text = f"{self.name} cannot be in the group: {error or type(error).__name__}"
+            text = f"{self.name} cannot be in the group: {error}"
             self._whole.set("trouble", json.dumps(asdict(replace(self._me, trouble=text))))
 
     # --- the rendezvous
@@ -640,8 +663,7 @@ class Meeting(Ranks):
             refused = json.loads(self._whole.get("refused"))
             if any(each.draw == refused["draw"] for each in self.processes):
                 raise MismatchError(f"{self.name}: {refused['message']}")
-        if self._whole.check(["trouble"]):
-            self._check_trouble(self._whole.get("trouble"))
+        self._check_trouble()
         for rank in missing():
             process, cause = self._lost(rank)
             if process is not None and rank in missing():
@@ -651,8 +673,9 @@ class Meeting(Ranks):
                     ranks=(self.names[rank],),
                 )
 
-    def _check_trouble(self, text: bytes) -> None:
+    def _check_trouble(self) -> None:
         """Raise if a process of this attempt cannot be in the group, once for each."""
+        text = self._whole.get("trouble") if self._whole.check(["trouble"]) else b""
         process = Process.parse(text) if text else self._me
         is_older = process.host == self._me.host and process.joined_ticks < self._me.start_ticks
         if process.draw not in {self._me.draw, *_troubles} and not is_older:

@@ -4,8 +4,10 @@
 // the Python error of the same name.
 #pragma once
 
+#include <functional>
 #include <stdexcept>
 #include <string>
+#include <thread>
 #include <vector>
 
 namespace torchrelay {
@@ -34,7 +36,14 @@ class Error : public std::runtime_error {
   std::vector<int> ranks_;
 };
 
-// "message: what errno says". Call it before anything else can change errno.
+// What to do where this process or the system has run out of what a call with this errno needs; empty for
+// others.
+const char* remedy(int error) noexcept;
+
+// "message: what errno says", and the remedy. Call it before anything else can change errno.
 std::string with_errno(const std::string& message);
+
+// As std::thread. Throws kUnavailable if no thread can be started.
+std::thread start_thread(std::function<void()> function);
 
 }  // namespace torchrelay

@@ -52,12 +52,13 @@ class Executor {
   // A job blocks until its operation is done; `in_background`: it runs in the executor's thread.
   using Job = std::function<void(bool in_background)>;
 
-  Executor() = default;
+  // Starts the thread: at the first job, one rank alone could lack it.
+  Executor();
   ~Executor() { stop(); }
   Executor(const Executor&) = delete;
   Executor& operator=(const Executor&) = delete;
 
-  // Queues the job. The thread starts with the first. This and try_run() throw kUnavailable in a thread that
+  // Queues the job. This and try_run() throw kUnavailable in a thread that
   // runs a job, as in a signal handler: its jobs would wait for that one.
   std::shared_ptr<Ticket> submit(Job job);
 

@@ -1,17 +1,22 @@
 // A block of memory that several processes of one host map.
 //
-// The block is anonymous (memfd): it has no name in any file system, so nothing is left behind whatever kills
-// its users, and /dev/shm limits do not apply. Other processes attach it by address(), which names the
-// creator's open descriptor, or by a descriptor they received over a Unix socket. The memory lives as long as
-// any mapping or descriptor of it does; address() can be attached only while the creator keeps it open.
+// The block is anonymous (anonymous_file): it has no name in any file system, so nothing is left behind
+// whatever kills its users, and /dev/shm limits do not apply. Other processes attach it by address(), which
+// names the creator's open descriptor, or by a descriptor they received over a Unix socket. The memory lives
+// as long as any mapping or descriptor of it does; address() can be attached only while the creator keeps it
+// open.
 //
-// Its size is sealed: no process can shrink it while others use it.
+// The size of a memfd is sealed: no process can shrink it while others use it.
 #pragma once
 
 #include <cstddef>
 #include <string>
 
 namespace torchrelay {
+
+// The descriptor of a new file without a name: a memfd, or where sandboxes deny memfd_create an unlinked file
+// in /dev/shm, else TMPDIR, with space for size_bytes. Throws kSegment.
+int anonymous_file(const std::string& label, std::size_t size_bytes = 0);
 
 class SharedMemory {
  public:

@@ -396,7 +396,7 @@ struct UdpSwitch::State {
 };
 
 UdpSwitch::UdpSwitch(const UdpSwitchOptions& options) : state_(make_process_owned<State>(options)) {
-  state_->thread = std::thread([state = state_.get()] { state->loop(); });
+  state_->thread = start_thread([state = state_.get()] { state->loop(); });
 }
 
 UdpSwitch::~UdpSwitch() { stop(); }

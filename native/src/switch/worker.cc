@@ -77,7 +77,7 @@ class Worker::Lane {
         queue_(packet_bytes(shape.numel)) {
     outbox_.set_segmentation(options.segmentation);
     prepare_socket(socket);
-    thread_ = std::thread([this] { loop(); });
+    thread_ = start_thread([this] { loop(); });
   }
 
   ~Lane() {

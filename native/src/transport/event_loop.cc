@@ -39,7 +39,7 @@ EventLoop::EventLoop(Driver driver)
   epoll_event event = event_of(kWake, EPOLLIN);
   if (!poller_ || !wake_ || epoll_ctl(poller_.get(), EPOLL_CTL_ADD, wake_.get(), &event) != 0)
     throw Error(Code::kUnavailable, with_errno("making an event loop"));
-  if (driver == Driver::kOwnThread) thread_ = std::thread([this] { run(); });
+  if (driver == Driver::kOwnThread) thread_ = start_thread([this] { run(); });
 }
 
 EventLoop::~EventLoop() {

@@ -4,6 +4,7 @@
 #include <array>
 #include <cstring>
 #include <memory>
+#include <new>
 #include <numeric>
 #include <string>
 
@@ -240,9 +241,10 @@ class Round {
   std::vector<std::byte> keep_, table_;
 };
 
-Error interrupted(const HostGroup& group, const Operation& operation) {
+// What the other ranks get to know of what ended a collective on this one alone.
+Error failure(const HostGroup& group, const Operation& operation, const std::string& why) {
   return {Code::kPeerLost,
-          "rank " + std::to_string(group.name()) + " was interrupted in " + operation.name,
+          "rank " + std::to_string(group.name()) + " " + why + " in " + operation.name,
           {group.name()}};
 }
 
@@ -256,13 +258,18 @@ void perform(HostGroup& group, const Operation& operation, Body body) {
   } catch (const Error& error) {
     if (error.code() == Code::kMismatch || error.code() == Code::kArgument) throw;
     const bool is_failure = error.code() == Code::kTimeout || error.code() == Code::kPeerLost;
-    const Error first = group.messenger().fail(is_failure ? error : interrupted(group, operation));
+    const bool is_lack = error.code() == Code::kUnavailable;
+    const std::string why = is_lack ? std::string("failed (") + error.what() + ")" : "was interrupted";
+    const Error first = group.messenger().fail(is_failure ? error : failure(group, operation, why));
     if (!is_failure) throw;
     const std::string here = "rank " + std::to_string(group.name()) + ", " + operation.name;
     if (std::string(first.what()).starts_with(here)) throw first;
     throw Error(first.code(), here + ": " + first.what(), first.ranks());
+  } catch (const std::bad_alloc&) {
+    group.messenger().fail(failure(group, operation, "has no memory left"));
+    throw;
   } catch (...) {
-    group.messenger().fail(interrupted(group, operation));
+    group.messenger().fail(failure(group, operation, "was interrupted"));
     throw;
   }
 }

@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <sys/epoll.h>
+#include <sys/eventfd.h>
 #include <sys/socket.h>
 
 #include <algorithm>
@@ -18,6 +19,7 @@ namespace {
 
 constexpr int kMaxAccepted = 64;  // before the others' turn
 constexpr std::chrono::milliseconds kRetryAccept{50};
+constexpr std::chrono::seconds kStarved{1};
 
 }  // namespace
 
@@ -52,12 +54,21 @@ void Listener::close() {
 }
 
 void Listener::accept_all() {
+  if (!spare_) spare_ = Descriptor(eventfd(0, EFD_CLOEXEC));
   for (int i = 0; i < kMaxAccepted; ++i) {
     Descriptor socket(accept4(socket_.get(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
     if (!socket) {
-      if (errno == EAGAIN || errno == EWOULDBLOCK) return;
-      if (errno == EINTR || errno == ECONNABORTED) continue;
-      end_oldest();  // there may be no descriptor left
+      const int error = errno;
+      if (error == EAGAIN || error == EWOULDBLOCK) return;
+      if (error == EINTR || error == ECONNABORTED) continue;
+      if (spare_) {  // there may be no descriptor left
+        spare_.reset();
+        continue;
+      }
+      end_oldest();
+      const auto now = EventLoop::Clock::now();
+      if (!starved_) starved_ = now + kStarved;
+      if (now >= *starved_ && options_.starved) options_.starved(error);
       const std::lock_guard guard(lock_);
       if (closed_) return;
       loop_.change(watch_, 0);
@@ -65,6 +76,7 @@ void Listener::accept_all() {
           loop_.call_at(EventLoop::Clock::now() + kRetryAccept, [this] { loop_.change(watch_, EPOLLIN); });
       return;
     }
+    starved_.reset();
     if (!add(std::move(socket))) return;
   }
 }

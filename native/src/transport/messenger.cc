@@ -1,5 +1,7 @@
 #include "torchrelay/transport/messenger.h"
 
+#include <sys/eventfd.h>
+
 #include <algorithm>
 #include <cstring>
 #include <string>
@@ -66,19 +68,24 @@ Messenger::Messenger(MessengerOptions options, Descriptor listener, ReceiveLocal
       loop_(EventLoop::shared()),
       greeting_{.rank = static_cast<std::uint32_t>(options_.rank), .token = options_.token},
       peers_(make<std::unique_ptr<Peer>>(options_.addresses.size())),
-      listener_(*loop_, std::move(listener),
-                {.token = options_.token,
-                 .tls = options_.tls,
-                 .name = std::to_string(options_.rank),
-                 .max_strangers = options_.max_strangers,
-                 .greeting_timeout = options_.greeting_timeout},
-                [this](std::unique_ptr<Stream> stream, const Greeting& greeting) {
-                  return accept(std::move(stream), greeting);
-                }) {
+      spare_(eventfd(0, EFD_CLOEXEC)),
+      listener_(
+          *loop_, std::move(listener),
+          {.token = options_.token,
+           .tls = options_.tls,
+           .name = std::to_string(options_.rank),
+           .max_strangers = options_.max_strangers,
+           .greeting_timeout = options_.greeting_timeout,
+           .starved =
+               [this](int error) { fail(lacking("cannot accept the connection of another rank", error)); }},
+          [this](std::unique_ptr<Stream> stream, const Greeting& greeting) {
+            return accept(std::move(stream), greeting);
+          }) {
   const std::size_t size = peers_.size();
   if (options_.rank < 0 || static_cast<std::size_t>(options_.rank) >= size || options_.names.size() != size)
     throw Error(Code::kArgument, "rank " + std::to_string(options_.rank) + " does not fit a group of " +
                                      std::to_string(size) + " ranks");
+  if (!spare_) throw Error(Code::kUnavailable, with_errno("keeping a file descriptor for a report"));
   const std::lock_guard guard(lock_);
   sweep_later();
 }
@@ -354,6 +361,12 @@ Error Messenger::gone_error(int rank) const {
           {name_of(rank)}};
 }
 
+Error Messenger::lacking(const std::string& what, int error) const {
+  errno = error;
+  const int me = name_of(options_.rank);
+  return {Code::kPeerLost, with_errno("rank " + std::to_string(me) + " " + what), {me}};
+}
+
 std::optional<Error> Messenger::lost(const std::vector<int>& ranks) {
   std::optional<Error> error;
   int lost_rank = -1;
@@ -420,6 +433,7 @@ Error Messenger::fail(const Error& error) {
       for (auto& transfer : abandoned) then.end(std::move(transfer), thrown);
       if (!peer.connections.empty()) connected.push_back(static_cast<int>(rank));
     }
+    spare_.reset();
     // The leaders pass it on; frames that were sent before may block their connection.
     for (const auto& ranks : options_.hosts)
       if (std::ranges::find(ranks, options_.rank) == ranks.end() && !closed_) send_report(ranks[0], body);

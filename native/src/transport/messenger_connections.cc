@@ -107,7 +107,11 @@ void Messenger::connect(int to) {
   peer.connecting = true;
   Descriptor socket = start_connecting(options_.addresses[static_cast<std::size_t>(to)]);
   if (!socket) {
-    await_another(to, "cannot be reached (" + std::string(std::strerror(errno)) + ")");
+    const int error = errno;
+    const std::string reason = "cannot be reached (" + std::string(std::strerror(error)) + ")";
+    std::optional<Error> own;
+    if (*remedy(error) != '\0') own = lacking("cannot connect to rank " + std::to_string(name_of(to)), error);
+    await_another(to, reason, own);
     return;
   }
   const auto connection = start_to(to, std::move(socket));
@@ -128,11 +132,11 @@ void Messenger::drop(const ConnectionPtr& connection) {
   forget(connection->deadline);
 }
 
-// Loses a peer unless it makes another connection meanwhile.
-void Messenger::await_another(int rank, const std::string& reason) {
+// Loses a peer, or fails with an error of this rank's `own`, unless it makes another connection meanwhile.
+void Messenger::await_another(int rank, const std::string& reason, const std::optional<Error>& own) {
   if (closed_) return;
   EventLoop::Id id = 0;
-  call_after(options_.reconnect, id, [this, rank, reason] {
+  call_after(options_.reconnect, id, [this, rank, reason, own] {
     Consequences then;
     {
       const std::lock_guard guard(lock_);
@@ -143,7 +147,8 @@ void Messenger::await_another(int rank, const std::string& reason) {
         const std::lock_guard peer_guard(peer.lock);
         has_way = connections_.contains(peer.out);
       }
-      if (!has_way) lose(rank, peer.left ? kLeft : reason, then);
+      if (!has_way && own) then.failure = own;
+      if (!has_way && !own) lose(rank, peer.left ? kLeft : reason, then);
     }
     settle(then);
   });

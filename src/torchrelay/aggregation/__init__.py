@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from torchrelay import _autoload, _telemetry
-from torchrelay._torch import backends_asked, watched
+from torchrelay._torch import backends_asked, route_group_operators, watched
 from torchrelay.aggregation._dummy import DummyPlane
 from torchrelay.aggregation._group import LIVING, SmlGroup
 from torchrelay.aggregation._native_planes import HostsPlane, ShmPlane
@@ -36,13 +36,10 @@ from torchrelay.config import Aggregation
 from torchrelay.errors import (
     ArgumentError,
     ConfigError,
-    OperationTimeoutError,
-    PeerLostError,
-    SegmentError,
     UnavailableError,
     UnsupportedError,
 )
-from torchrelay.world import Meeting, Process, World, remedy_of
+from torchrelay.world import Meeting, Process, World
 
 __all__ = ["LinkStats", "Options", "PlaneStats", "SmlGroup", "all_reduce_", "register", "stats"]
 
@@ -171,17 +168,9 @@ def create_group(given: Any, options: Options | None = None) -> SmlGroup:
         known = {name: found for group in list(LIVING) for name, found in group.processes.items()}
         with _telemetry.event("aggregation", "create_group", f"{size} ranks"):
             meeting = Meeting(store, rank, size, timeout_s, names, known)
-            try:
+            with meeting.joining():
+                route_group_operators(SmlGroup)  # which imports, and needs a descriptor for it
                 plane = _plane_of(meeting, given.store, timeout_s, settings)
-            except (OperationTimeoutError, PeerLostError):  # they are OSErrors too
-                raise
-            except (SegmentError, UnavailableError, MemoryError) as error:
-                meeting.refuse(error)
-                raise
-            except OSError as error:
-                lacking = UnavailableError(f"making a group: {error}; {remedy_of(error)}")
-                meeting.refuse(lacking)
-                raise lacking from error
         processes = dict(zip(names, meeting.processes, strict=True))
     return SmlGroup(plane, given.store, rank, size, timeout_s, processes, own, others)
 

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from torchrelay import _native
 from torchrelay._helper import Channel
 from torchrelay.errors import ArgumentError, ModelError
 from torchrelay.switching._factory import random_state, restore_random, seed_random
@@ -118,7 +119,7 @@ def _write_state(name: str, task: TrainingTask, step: int) -> int:
     Raises:
         ModelError: it cannot.
     """
-    descriptor = os.memfd_create("torchrelay-training", os.MFD_CLOEXEC)
+    descriptor = _native.anonymous_file("torchrelay-training")
     try:
         with os.fdopen(os.dup(descriptor), "wb") as file:
             torch.save({"task": task.state_dict(), "random": random_state(), "step": step}, file)

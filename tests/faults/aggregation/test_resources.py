@@ -1,13 +1,18 @@
-"""A rank that lacks descriptors reports it, and the others do not wait for their timeout of 30
-minutes: these ranks would be killed long before.
+"""A rank that lacks descriptors, memory or threads reports which, and the others do not wait for
+their timeout of 30 minutes: these ranks would be killed long before.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import errno
+import functools
 import os
 import resource
-from collections.abc import Callable
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,11 +20,15 @@ import torch
 import torch.distributed as dist
 
 import torchrelay.aggregation  # noqa: F401 - what is imported late needs descriptors too
-from torchrelay.errors import TorchRelayError
+from torchrelay.buffers import Segment
+from torchrelay.errors import SegmentError, TorchRelayError
 from torchrelay.world import World
 
 if TYPE_CHECKING:
     from ranks import RunProcesses
+
+USER = 54321  # one without processes
+MEMFD_CREATE = {"x86_64": 319, "aarch64": 279}
 
 
 def report(call: Callable[[], Any]) -> str:
@@ -31,38 +40,52 @@ def report(call: Callable[[], Any]) -> str:
 
 
 @contextlib.contextmanager
-def descriptors_left(count: int) -> Any:
-    """Leave this process so many descriptors."""
-    held = []
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(256, limit[0]), limit[1]))
-    with contextlib.suppress(OSError):
-        while True:
-            held.append(os.dup(0))
-    for _ in range(min(count, len(held))):
-        os.close(held.pop())
+def limited(kind: int, value: int) -> Iterator[None]:
+    before = resource.getrlimit(kind)
+    resource.setrlimit(kind, (value, before[1]))
     try:
         yield
     finally:
-        for each in held:
-            os.close(each)
-        resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+        resource.setrlimit(kind, before)
 
 
-def _create_with_few_descriptors(world: World, poor: int) -> list[str]:
-    store = world.connect(60)
-    heard = []
-    for count in range(8):
-        scarce = descriptors_left(count) if world.rank == poor else contextlib.nullcontext()
-        with scarce:
-            heard.append(report(lambda: start(store, world, f"try{count}")))  # noqa: B023
-        if dist.is_initialized():
-            dist.destroy_process_group()
-    start(store, world, "last")  # with all that it needs
-    tensor = torch.ones(3)
-    dist.all_reduce(tensor)
-    assert tensor.eq(world.size).all()
-    return heard
+@contextlib.contextmanager
+def descriptors_left(count: int) -> Iterator[None]:
+    """Leave this process so many descriptors."""
+    held = []
+    with limited(resource.RLIMIT_NOFILE, min(256, resource.getrlimit(resource.RLIMIT_NOFILE)[0])):
+        with contextlib.suppress(OSError):
+            while True:
+                held.append(os.dup(0))
+        for _ in range(min(count, len(held))):
+            os.close(held.pop())
+        try:
+            yield
+        finally:
+            for each in held:
+                os.close(each)
+
+
+def memory_left(kind: int, size_bytes: int) -> Any:
+    """Leave this process so much of its address space, or of its private memory."""
+    field = 0 if kind == resource.RLIMIT_AS else 5
+    pages = int(Path("/proc/self/statm").read_text().split()[field])
+    return limited(kind, pages * resource.getpagesize() + size_bytes)
+
+
+def deny(call: int) -> None:
+    """Deny this process a system call, as sandboxes do."""
+    steps = [
+        (0x20, 0, 0, 0),  # load its number
+        (0x15, 0, 1, call),
+        (0x06, 0, 0, 0x00050000 | errno.EPERM),
+        (0x06, 0, 0, 0x7FFF0000),  # allow
+    ]
+    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))
+    program = struct.pack("HxxxxxxP", len(steps), ctypes.addressof(code))
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.prctl(38, 1, 0, 0, 0) == 0  # PR_SET_NO_NEW_PRIVS
+    assert libc.prctl(22, 2, program, 0, 0) == 0  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
 
 
 def start(store: Any, world: World, prefix: str) -> None:
@@ -74,17 +97,102 @@ def start(store: Any, world: World, prefix: str) -> None:
     )
 
 
+def use(world: World) -> None:
+    """The first calls, for which no other resources may be needed."""
+    tensor = torch.ones(70_000)
+    dist.all_reduce(tensor, async_op=True).wait()
+    assert tensor.eq(world.size).all()
+    if world.rank == 0:
+        dist.send(tensor, 1)
+    else:
+        dist.recv(tensor, 0)
+
+
+def scarcities() -> Iterator[Callable[[], Any]]:
+    for count in range(12):
+        yield functools.partial(descriptors_left, count)
+    for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA):
+        for mib in (0, 1, 4, 7, 12):
+            yield functools.partial(memory_left, kind, mib << 20)
+
+
+def _create(world: World, poor: int, hosts: str) -> list[tuple[str, str]]:
+    """Return what a rank reports of the creation of groups and of their first calls."""
+    os.environ["TORCHRELAY_HOST_ID"] = hosts[world.rank]
+    torch.ones(70_000).eq(1).all()  # which takes memory once
+    store = world.connect(60)
+    heard = []
+    for index, scarce in enumerate(scarcities()):
+        with scarce() if world.rank == poor else contextlib.nullcontext():
+            created = report(lambda: start(store, world, f"try{index}"))  # noqa: B023
+            used = report(lambda: use(world)) if dist.is_initialized() else "nothing"
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        heard.append((created, used))
+    start(store, world, "last")  # with all that it needs
+    use(world)
+    return heard
+
+
+LACKS = ("Too many open files", "Cannot allocate memory", "no memory", "Resource temporarily")
+
+
+@pytest.mark.parametrize("hosts", ["aa", "ab"])
 @pytest.mark.parametrize("poor", [0, 1])
-def test_no_descriptors_at_the_creation(run_processes: RunProcesses, poor: int) -> None:
-    results = run_processes(_create_with_few_descriptors, 2, poor=poor)
+def test_scarce_at_the_creation(run_processes: RunProcesses, poor: int, hosts: str) -> None:
+    results = run_processes(_create, 2, poor=poor, hosts=hosts)
     assert all(result.ok for result in results), results
     failed = 0
-    for ours, theirs in zip(results[poor].value, results[1 - poor].value, strict=True):
-        assert (ours == "nothing") == (theirs == "nothing"), (ours, theirs)
-        if ours != "nothing":
-            failed += 1
-            assert "Too many open files" in ours, ours
-            if "attaching the segment" not in theirs:  # which the poor rank has closed already
-                assert f"rank {poor} cannot be in the group" in theirs, theirs
-                assert "Too many open files" in theirs, theirs
-    assert failed >= 2, results[poor].value
+    for case in zip(results[poor].value, results[1 - poor].value, strict=True):
+        for ours, theirs in zip(*case, strict=True):
+            assert (ours == "nothing") == (theirs == "nothing"), case
+            if ours != "nothing":
+                failed += 1
+                assert any(lack in ours for lack in LACKS), case
+                assert "mounted" not in ours, case
+                if "attaching the segment" not in theirs:  # which the poor rank has closed already
+                    assert f"rank {poor}" in theirs, case
+                    assert any(lack in theirs for lack in LACKS), case
+    assert failed >= 4, results[poor].value
+
+
+def _create_without_threads(world: World, poor: int, hosts: str) -> str:
+    os.environ["TORCHRELAY_HOST_ID"] = hosts[world.rank]
+    store = world.connect(60)
+    "localhost".encode("idna")  # which imports, and the user may not read the code
+    os.setresuid(USER, USER, USER)
+    assert ctypes.CDLL(None).prctl(4, 1, 0, 0, 0) == 0  # PR_SET_DUMPABLE, as after an execve
+    with limited(resource.RLIMIT_NPROC, 1) if world.rank == poor else contextlib.nullcontext():
+        return report(lambda: start(store, world, "group"))
+
+
+@pytest.mark.parametrize("hosts", ["aa", "ab"])
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become a user without processes")
+def test_no_threads_at_the_creation(run_processes: RunProcesses, hosts: str) -> None:
+    results = run_processes(_create_without_threads, 2, poor=1, hosts=hosts)
+    assert all(result.ok for result in results), results
+    for result in results:
+        assert "starting a thread: Resource temporarily unavailable" in result.value, results
+        assert "ulimit -u" in result.value, results
+    assert "rank 1 cannot be in the group" in results[0].value, results
+
+
+def _create_without_memfd(world: World, hosts: str) -> None:
+    os.environ["TORCHRELAY_HOST_ID"] = hosts[world.rank]
+    deny(MEMFD_CREATE[os.uname().machine])
+    with pytest.raises(PermissionError):
+        os.memfd_create("test")
+    before = set(os.listdir("/dev/shm"))
+    start(world.connect(60), world, "group")
+    use(world)
+    segment = Segment.create(1 << 20)
+    assert Segment.attach(segment.address).size_bytes == 1 << 20
+    with pytest.raises(SegmentError, match=r"memfd_create: .*/dev/shm.*or set TMPDIR"):
+        Segment.create(1 << 50)
+    assert set(os.listdir("/dev/shm")) <= before
+
+
+@pytest.mark.parametrize("hosts", ["aa", "ab"])
+def test_without_memfd(run_processes: RunProcesses, hosts: str) -> None:
+    results = run_processes(_create_without_memfd, 2, hosts=hosts)
+    assert all(result.ok for result in results), results

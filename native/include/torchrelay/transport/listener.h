@@ -10,6 +10,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <set>
 #include <string>
 
@@ -26,6 +27,8 @@ struct ListenerOptions {
   std::size_t max_strangers = 64;
   std::chrono::milliseconds greeting_timeout{5000};
   std::atomic<std::uint64_t>* turned_away = nullptr;  // counts strangers
+  // Called in the loop's thread where connections could not be accepted for a while; with errno.
+  std::function<void(int)> starved{};
 };
 
 // In a forked child it must not be used, nor destroyed.
@@ -62,6 +65,8 @@ class Listener {
   const Admit admit_;
   std::mutex lock_;  // of what follows
   Descriptor socket_;
+  Descriptor spare_;  // given up for a connection where the process has no other descriptor
+  std::optional<EventLoop::Clock::time_point> starved_;  // when it counts as such, if nothing is accepted
   EventLoop::Id watch_ = 0, retry_ = 0;
   std::deque<StrangerPtr> strangers_;  // in the order in which they came
   bool closed_ = false;

@@ -147,7 +147,7 @@ class Messenger {
   ConnectionPtr start_to(int rank, Descriptor socket);
   void admit(const ConnectionPtr& connection, int rank, Consequences& then);
   void end(const ConnectionPtr& connection, Consequences& then);
-  void await_another(int rank, const std::string& reason);
+  void await_another(int rank, const std::string& reason, const std::optional<Error>& own = {});
   void lose(int rank, const std::string& reason, Consequences& then);
   void send_report(int to, const std::vector<std::byte>& body);
   void end_report(const ConnectionPtr& connection);
@@ -180,6 +180,8 @@ class Messenger {
   static Frame failed_frame(const std::vector<std::byte>& body);
   std::exception_ptr refusal(int rank) const;
   Error gone_error(int rank) const;
+  // This rank lacks what it needs for `what`.
+  Error lacking(const std::string& what, int error) const;
   std::exception_ptr mismatch_of(const Transfer& transfer, int source, const Frame& frame) const;
 
   const MessengerOptions options_;
@@ -188,6 +190,7 @@ class Messenger {
   const std::shared_ptr<EventLoop> loop_;
   const Greeting greeting_;
   const std::vector<std::unique_ptr<Peer>> peers_;
+  Descriptor spare_;  // for a report where the process has no other descriptor
 
   mutable std::mutex lock_;  // of what follows; before a peer's
   std::condition_variable changed_;
