@@ -21,7 +21,8 @@ from torchrelay.switching._owner import Owner
 from torchrelay.switching._planner import Costs, grouped_by_profile
 from torchrelay.switching._profile import Profile, load_profile, save_profile
 from torchrelay.switching._queue import Request, RequestQueue
-from torchrelay.switching._residency import Residency, Served
+from torchrelay.switching._residency import Residency
+from torchrelay.switching._served import Served, State
 from torchrelay.switching._store import StoredModel
 
 __all__ = ["Catalog"]
@@ -62,10 +63,9 @@ class Catalog:
             )
         if model.name in self.models:
             self.remove(model.name, "was replaced")
-        served = self.models[model.name] = Served(model, whole, priority)
-        profile = load_profile(self._profile_file(served), len(model.layout.storages))
-        if profile is not None:
-            served.grouped, served.is_planned = self._use_profile(served, profile), True
+        profile = load_profile(self._profile_file(model), len(model.layout.storages))
+        grouped = whole if profile is None else self._best(model, profile)
+        served = self.models[model.name] = Served(model, grouped, priority, profile)
         return served.ready
 
     def remove(self, name: str, reason: str = "was unloaded") -> None:
@@ -77,17 +77,19 @@ class Catalog:
         served = self.models.pop(name, None)
         if served is None:
             raise NotFoundError(f"there is no model {name!r} to unload")
-        self._fail_waiting(served, NotFoundError(f"model {name!r} {reason}"))
+        error, is_new = NotFoundError(f"model {name!r} {reason}"), served.is_new
+        served.leave(error)
+        self._fail_requests(served, error)
         self._leaving.setdefault(name, []).append(served.model)
         for worker, building in list(self._builds.items()):
             # A first build may hang; one of a model that was built before ends.
-            if building is served and not served.profiling:
+            if building is served and is_new:
                 self.fleet.lose(worker, f"was building model {name!r}, which {reason}")
 
     def progress(self, name: str) -> str:
         """Return what the model that is loading waits for."""
         served = self.models.get(name)
-        if served is not None and served.profiling:
+        if served is not None and served.state is State.PROFILING:
             step = "it is profiled, by its first run"
         elif served is not None and any(one is served for one in self._builds.values()):
             step = "a worker builds it"
@@ -96,17 +98,18 @@ class Catalog:
         return f"loading model {name!r}: {step}"
 
     def can_run(self, served: Served, is_profile: bool = False) -> bool:
-        """Return whether requests to the model may run: it is profiled, or the request
-        profiles it, and no older model of its name still holds bytes or modules.
+        """Return whether requests to the model may run: it is loaded, or the request profiles it,
+        and no older model of its name still holds bytes or modules.
         """
-        return (served.is_settled or is_profile) and served.name not in self._leaving
+        is_loaded = served.state not in (State.LOADING, State.PROFILING)
+        return (is_loaded or is_profile) and served.name not in self._leaving
 
     def fail_all(self, error: TorchRelayError) -> None:
         """Fail those that wait for any model, and every load that is in progress."""
         for served in self.models.values():
-            if not served.ready.done():
-                served.error = error
-            self._fail_waiting(served, error)
+            if served.state in (State.LOADING, State.PROFILING):
+                served.fail(error)
+            self._fail_requests(served, error)
 
     # --- what each turn of the loop does
 
@@ -122,10 +125,13 @@ class Catalog:
             if self.residency.is_unused(name):
                 self._forget(name)
         for name, served in self.models.items():
-            if served.regroup is not None and self.residency.is_unused(name):
-                if served.regroup != served.grouped:
+            if served.state is not State.PROFILING or served.profile is None:
+                continue
+            if self.residency.is_unused(name):
+                grouped = self._best(served.model, served.profile)
+                if grouped != served.grouped:
                     self.residency.arena.evict(name)
-                served.apply_regroup()
+                served.regroup(grouped)
 
     def build(self, pause_training: Callable[[], None]) -> None:
         """Let one idle worker build a module that it lacks; the others serve meanwhile.
@@ -133,25 +139,21 @@ class Catalog:
         A module that it could not build, or that several workers in a row were lost with, is tried
         again for a request only. Training makes way for the first build of a model.
         """
-        if any(self.models.get(one.name) is one for one in self._builds.values()):
+        if any(one.state is not State.LEAVING for one in self._builds.values()):
             return  # a removed model is built to its end, and holds nobody up
         for worker in self.fleet.workers:
             if worker.user is not None:
                 continue
             for name, served in self.models.items():
-                is_profiling = served.profiling and not served.is_planned
-                outdated = worker.loaded.get(name) != served.key and not is_profiling
-                has_failed = served.error is not None or name in worker.failed
+                lacks_it = worker.loaded.get(name) != served.key and name not in worker.failed
+                is_wanted = served.state in (State.LOADING, State.READY)
                 is_lethal = served.lost_builds >= _MAX_LOST_BUILDS
-                if outdated and not (has_failed or is_lethal or name in self._leaving):
+                if lacks_it and is_wanted and not (is_lethal or name in self._leaving):
                     self._builds[worker] = served
                     worker.work_for(self, self.options.start_timeout_s)
                     self.send_build(worker, served)
                     return
-        if any(
-            not (served.is_settled or served.profiling or name in self._leaving)
-            for name, served in self.models.items()
-        ):
+        if any(one.is_new and name not in self._leaving for name, one in self.models.items()):
             pause_training()
 
     def send_build(self, worker: WorkerProcess, served: Served) -> None:
@@ -166,17 +168,15 @@ class Catalog:
         """Ask for a profile once the first worker has built the model."""
         served = self._builds.pop(worker)
         worker.release()
-        if self.models.get(built.model) is not served:
+        if served.state is State.LEAVING:
             return
         self.note_built(worker, built)
-        if served.ready.done() or (served.profiling and not served.is_planned):
+        if served.state is not State.LOADING:
             return
         if built.error is not None:
             self._fail(served, from_json(built.error, ModelError))
             return
-        served.profiling = True
-        if served.is_planned:
-            served.settle()
+        if served.built() is not State.PROFILING:
             return
         inputs = {spec.name: spec.example_tensor() for spec in served.model.inputs}
         request = Request(served.name, inputs, priority=_PROFILE_PRIORITY, is_profile=True)
@@ -199,20 +199,20 @@ class Catalog:
     def note_lost_build(self, worker: WorkerProcess, served: Served) -> None:
         """Fail a model if this was its first build, or one too many and no worker has it."""
         served.lost_builds += 1
-        limit = _MAX_LOST_BUILDS if served.profiling else 1
+        limit = 1 if served.is_new else _MAX_LOST_BUILDS
         has_it = any(served.name in one.loaded for one in self.fleet.workers)
         if served.lost_builds >= limit and not has_it:
             self._fail(served, worker.loss(f"built model {served.name!r}"))
 
     def _on_profiled(self, served: Served, future: Future[Profile]) -> None:
-        """Plan the model's groups, unless it was removed or replaced meanwhile; or fail it, with
-        the sizes of the example in the error if those were guessed.
+        """Keep the model's profile; or fail it, with the sizes of the example in the error if those
+        were guessed.
         """
         error = future.exception()
         guessed = [spec for spec in served.model.inputs if spec.is_guessed]
         if error is None:
-            save_profile(self._profile_file(served), future.result())
-            served.regroup = self._use_profile(served, future.result())
+            served.profile = future.result()
+            save_profile(self._profile_file(served.model), served.profile)
         elif guessed and isinstance(error, ModelError):
             shapes = ", ".join(f"{spec.name} of shape {spec.example_shape}" for spec in guessed)
             text = (
@@ -226,17 +226,16 @@ class Catalog:
 
     def _fail(self, served: Served, error: TorchRelayError) -> None:
         """Answer every request to the model with `error` until it is loaded again."""
-        if self.models.get(served.name) is served:
-            served.error = error
-            self._fail_waiting(served, error)
+        if served.state is not State.LEAVING:
+            served.fail(error)
+            self._fail_requests(served, error)
 
-    def _fail_waiting(self, served: Served, error: TorchRelayError) -> None:
-        """Fail those that wait for the model, or for its replies."""
+    def _fail_requests(self, served: Served, error: TorchRelayError) -> None:
+        """Fail the model's waiting requests."""
         for request in self.queue:
             if request.model == served.name:
                 self.queue.remove(request)
                 request.fail(error)
-        served.fail(error)
 
     def _forget(self, name: str) -> None:
         self.residency.arena.evict(name)
@@ -248,20 +247,18 @@ class Catalog:
             if worker.loaded.pop(name, None) is not None:
                 worker.send(_messages.Unload(name))
 
-    def _use_profile(self, served: Served, profile: Profile) -> Grouped:
-        """Keep the outputs; return the groups that are best by the profile, and fit the arena."""
-        layout = served.model.layout
-        served.outputs = profile.outputs
-        grouped = grouped_by_profile(layout, profile, self.costs, self.options.grouping)
-        return grouped if self._fits(grouped) else Grouped.one_group(layout)
+    def _best(self, model: StoredModel, profile: Profile) -> Grouped:
+        """Return the groups that are best by the profile, and fit the arena."""
+        grouped = grouped_by_profile(model.layout, profile, self.costs, self.options.grouping)
+        return grouped if self._fits(grouped) else Grouped.one_group(model.layout)
 
     def _fits(self, grouped: Grouped) -> bool:
         arena = self.residency.arena
         return grouped.starts(arena.granule_bytes)[-1] <= arena.size_bytes
 
-    def _profile_file(self, served: Served) -> Path | None:
+    def _profile_file(self, model: StoredModel) -> Path | None:
         """Return where the profile is kept: it depends on machine, device, threads and torch."""
         folder = self.options.profile_folder
         on = platform.node(), self.fleet.cache.device, self.options.threads, torch.__version__
-        name = "-".join(map(str, (served.model.fingerprint(), *on))).replace("/", "_")
+        name = "-".join(map(str, (model.fingerprint(), *on))).replace("/", "_")
         return Path(folder) / f"{name}.json" if folder else None

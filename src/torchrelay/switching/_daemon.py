@@ -19,8 +19,9 @@ from torchrelay.switching._fleet import Fleet
 from torchrelay.switching._owner import Owner
 from torchrelay.switching._planner import Costs
 from torchrelay.switching._queue import Request, RequestQueue
-from torchrelay.switching._residency import Residency, Served
+from torchrelay.switching._residency import Residency
 from torchrelay.switching._scheduler import TrainingHandle, TrainingScheduler
+from torchrelay.switching._served import Served, State
 from torchrelay.switching._store import ModelStore, StoredModel
 
 __all__ = ["COUNTERS", "Daemon"]
@@ -102,7 +103,7 @@ class Daemon:
 
     def is_ready(self, served: Served) -> bool:
         """Return whether the model can answer."""
-        return served.ready.done() and self.failure is None and self.error_of(served) is None
+        return served.state is State.READY and self.failure is None and not self.fleet.broken
 
     def error_of(self, served: Served) -> TorchRelayError | None:
         """Return why the model cannot answer, if it cannot."""
@@ -224,12 +225,11 @@ class Daemon:
 
     def _model(self, served: Served) -> dict[str, Any]:
         name, error = served.name, self.error_of(served)
-        state = "failed" if error else "ready" if served.ready.done() else "loading"
         return {
             "name": name,
             "version": served.model.version,
             "code": digest_of(served.model.factory.code),
-            "state": state,
+            "state": "failed" if error else served.state.value,
             "error": str(error or ""),
             "bytes": served.model.size_bytes,
             "groups": len(served.grouped.groups),

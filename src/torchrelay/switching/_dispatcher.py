@@ -28,7 +28,8 @@ from torchrelay.switching import _messages
 from torchrelay.switching._catalog import Catalog
 from torchrelay.switching._fleet import Fleet, WorkerProcess
 from torchrelay.switching._queue import Reply, Request, RequestQueue, new_id
-from torchrelay.switching._residency import Pinned, Residency, Served
+from torchrelay.switching._residency import Pinned, Residency
+from torchrelay.switching._served import Served, State
 from torchrelay.switching._store import StoredModel
 
 __all__ = ["Dispatcher"]
@@ -158,7 +159,7 @@ class Dispatcher:
             # A worker that dies before it starts the request costs the request no attempt.
             request.attempts += 1
         can_retry = request.attempts < _MAX_ATTEMPTS and not worker.is_late and not is_batch
-        if can_retry and self._is_served(run) and not request.future.done():
+        if can_retry and run.served.state is not State.LEAVING and not request.future.done():
             self.counts["retried"] += 1
             self.queue.push_back(request)
         else:
@@ -170,17 +171,13 @@ class Dispatcher:
 
     def _fail_run(self, run: RunningBatch, error: TorchRelayError) -> None:
         """Fail what runs; the requests of a batch run again, each alone."""
-        if len(run.requests) == 1 or not self._is_served(run):
+        if len(run.requests) == 1 or run.served.state is State.LEAVING:
             self.fail(run.requests, error)
             return
         for one in run.requests:
             if not one.is_alone:  # of two failures of one run, the first counts
                 one.is_alone = True
                 self.queue.push_back(one)
-
-    def _is_served(self, run: RunningBatch) -> bool:
-        """Return whether the model of `run` was neither removed nor replaced meanwhile."""
-        return self.catalog.models.get(run.served.name) is run.served
 
     def _batch(self, request: Request, served: Served) -> list[Request]:
         """Return the requests to run with `request`; none while more may join them."""

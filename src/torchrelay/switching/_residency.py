@@ -1,108 +1,29 @@
-"""The served models, their place in the arena, and the thread that copies them there."""
+"""The place of models in the arena, and the thread that copies them there."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import time
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-from torchrelay.errors import TorchRelayError
 from torchrelay.switching._arena import Arena
 from torchrelay.switching._contract import Copy, WorkerLink
-from torchrelay.switching._layout import Grouped
 from torchrelay.switching._owner import Owner
-from torchrelay.switching._profile import Output
-from torchrelay.switching._store import StoredModel
+from torchrelay.switching._served import Served
 
-__all__ = ["Pinned", "Residency", "Served", "merged_copies"]
+__all__ = ["Pinned", "Residency"]
 
 _log = logging.getLogger("torchrelay.switching")
 
 # Groups queued on a link ahead of the one waited for: enough to keep it busy, few enough to stop
 # soon.
 _AHEAD = 2
-
-
-@dataclass(eq=False)
-class Served:
-    """A model that is loaded or loading."""
-
-    name: str = field(init=False)
-    model: StoredModel
-    grouped: Grouped
-    priority: int
-    key: tuple[int, int] = field(init=False)  # the version and plan that a worker must have loaded
-    ready: Future[None] = field(default_factory=Future)
-    is_settled: bool = False  # whether `ready` is done
-    is_planned: bool = False  # whether the groups are those of a profile
-    profiling: bool = False  # whether a worker has built it, for a profile
-    regroup: Grouped | None = None  # applied once no copy or request uses the old groups
-    runs_whole: bool = False  # requests start when all groups have arrived
-    error: TorchRelayError | None = None
-    lost_builds: int = 0  # in a row: workers that were lost as they built it
-    outputs: tuple[Output, ...] = ()  # of its first run; empty before it
-    # Of the replies so far, by kind: how many, and the seconds of their parts.
-    counts: Counter[str] = field(default_factory=Counter)
-    seconds: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
-    _copies: dict[int, list[Copy]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.name, self.key = self.model.name, (self.model.version, 0)
-
-    def apply_regroup(self) -> None:
-        """Use the groups of `regroup` from now on. Workers that have the module with other groups
-        build it again: its tensors never move.
-        """
-        assert self.regroup is not None
-        if self.regroup != self.grouped:
-            self.grouped, self.key = self.regroup, (self.model.version, self.key[1] + 1)
-            self._copies.clear()
-        else:
-            self.settle()
-        self.regroup, self.is_planned = None, True
-
-    def settle(self) -> None:
-        """Let requests run."""
-        if not self.ready.done():
-            self.is_settled = True
-            self.ready.set_result(None)
-
-    def fail(self, error: TorchRelayError) -> None:
-        """Fail those that wait for the model to be ready."""
-        if not self.ready.done():
-            self.is_settled = True
-            self.ready.set_exception(error)
-
-    def copies(self, group: int, offset_bytes: int) -> list[Copy]:
-        """Return the copies that move `group` to `offset_bytes` of the arena."""
-        if group not in self._copies:
-            self._copies[group] = merged_copies(self.model, self.grouped, group)
-        return [Copy(copy.source, offset_bytes + copy.offset_bytes) for copy in self._copies[group]]
-
-
-def merged_copies(model: StoredModel, grouped: Grouped, group: int) -> list[Copy]:
-    """Return the copies of a group to the start of the arena, one for all storages that follow one
-    another.
-
-    Most groups hold storages in the order of the store, so that a model of a thousand tensors takes
-    a few copies.
-    """
-    runs: list[tuple[int, int, int]] = []  # start and end in the store, offset in the group
-    for storage, offset in grouped.places(group):
-        start, size_bytes = model.offsets[storage], model.layout.storages[storage]
-        if not size_bytes:
-            continue
-        if runs and start - runs[-1][0] == offset - runs[-1][2]:
-            runs[-1] = (runs[-1][0], start + size_bytes, runs[-1][2])
-        else:
-            runs.append((start, start + size_bytes, offset))
-    return [Copy(model.bytes(start, end), offset) for start, end, offset in runs]
 
 
 class Pinned(NamedTuple):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -50,14 +49,10 @@ class TrainingHandle:
     step: int = 0
     preemptions: int = 0
     _future: Future[dict[str, Any]] = field(default_factory=Future, init=False)
-    # Of the daemon: the descriptor of the last state, if any; workers lost since then.
-    _state: list[int] = field(default_factory=list, init=False)
-    _replacing: threading.Lock = field(default_factory=threading.Lock, init=False)
+    # Of the daemon: the last state, if any; workers lost since then.
+    _state: _State | None = field(default=None, init=False)
     _losses: int = field(default=0, init=False)
     _is_cancelled: bool = field(default=False, init=False)
-
-    def __post_init__(self) -> None:
-        weakref.finalize(self, _close, self._state).atexit = False
 
     @property
     def done(self) -> bool:
@@ -89,8 +84,8 @@ class TrainingHandle:
         """Return the task's last saved `state_dict()`, also after an error; None if there is none:
         see `save_every`.
         """
-        with self._replacing:
-            return read_state(self._state[0])["task"] if self._state else None
+        saved = self._state
+        return None if saved is None else read_state(saved.descriptor)["task"]
 
     def save(self, file: str | Path) -> None:
         """Write the last saved state, with its step and random states, to `file`, from which
@@ -100,18 +95,16 @@ class TrainingHandle:
             NotFoundError: no state was saved yet.
             StorageError: the file cannot be written.
         """
-        with self._replacing:
-            if not self._state:
-                raise NotFoundError(
-                    f"training task {self.name!r} has saved no state yet: pass save_every to "
-                    "train()"
-                )
-            descriptor = os.dup(self._state[0])
+        saved = self._state
+        if saved is None:
+            raise NotFoundError(
+                f"training task {self.name!r} has saved no state yet: pass save_every to train()"
+            )
         path = Path(file)
         temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
         try:
             with (
-                open(f"/proc/self/fd/{descriptor}", "rb") as source,
+                open(f"/proc/self/fd/{saved.descriptor}", "rb") as source,
                 temporary.open("wb") as target,
             ):
                 shutil.copyfileobj(source, target, _COPY_BYTES)
@@ -121,8 +114,6 @@ class TrainingHandle:
         except OSError as error:
             temporary.unlink(missing_ok=True)
             raise StorageError(f"the state cannot be written to {path}: {error}") from error
-        finally:
-            os.close(descriptor)
 
     def cancel(self) -> None:
         """Stop the task; :meth:`result` then raises `CancelledError`."""
@@ -131,25 +122,23 @@ class TrainingHandle:
     def _resume(self, file: str | Path) -> None:
         """Start from the state in `file`."""
         try:
-            self._state[:] = [os.open(file, os.O_RDONLY | os.O_CLOEXEC)]
-            saved = read_state(self._state[0])
-            self.step = saved["step"]
+            self._state = _State(os.open(file, os.O_RDONLY | os.O_CLOEXEC))
+            self.step = read_state(self._state.descriptor)["step"]
         except Exception as error:
             raise StorageError(f"{file} is no state of TrainingHandle.save(): {error}") from error
         if not self.step < self.steps:
             raise ArgumentError(f"{file} is of step {self.step}, and steps={self.steps}")
 
-    def _advance(self, step: int, state: list[int]) -> None:
+    def _advance(self, step: int, descriptor: int) -> None:
         """Replace the state by a newer one."""
-        with self._replacing:
-            _close(self._state)
-            self._state[:] = state
-        self.step, self._losses = step, 0
+        self._state, self.step, self._losses = _State(descriptor), step, 0
 
     def _finish(self) -> None:
         """Set the future to the state."""
         try:
-            self._future.set_result(read_state(self._state[0])["task"])
+            state = self.state()
+            assert state is not None
+            self._future.set_result(state)
         except Exception as error:
             self._future.set_exception(error)
 
@@ -159,9 +148,12 @@ class TrainingHandle:
             self._future.set_exception(error)
 
 
-def _close(descriptors: list[int]) -> None:
-    while descriptors:
-        os.close(descriptors.pop())
+class _State:
+    """A saved state, in a file that is open as long as this lives."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        weakref.finalize(self, os.close, descriptor).atexit = False
 
 
 class TrainingScheduler:
@@ -197,7 +189,7 @@ class TrainingScheduler:
         self._run_id = new_id()
         self.running, self._worker, self._is_pausing = task, worker, False
         train = _messages.Train(self._run_id, task.name, task.factory, task.steps, task.save_every)
-        worker.send(train, task._state)
+        worker.send(train, [] if task._state is None else [task._state.descriptor])
 
     def pause(self) -> None:
         """Pause the running task at the end of its step."""
@@ -210,7 +202,7 @@ class TrainingScheduler:
         task = self.running
         assert task is not None
         if isinstance(message, _messages.Saved):
-            task._advance(message.step, descriptors)
+            task._advance(message.step, descriptors[0])
             if not message.ended:
                 return
         worker.release()

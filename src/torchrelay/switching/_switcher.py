@@ -35,8 +35,8 @@ from torchrelay.switching._planner import measure_link
 from torchrelay.switching._profile import Output
 from torchrelay.switching._queue import Reply, Request
 from torchrelay.switching._reports import wait_reporting
-from torchrelay.switching._residency import Served
 from torchrelay.switching._scheduler import TrainingHandle
+from torchrelay.switching._served import Served
 from torchrelay.switching._store import ModelStore, StoredModel
 from torchrelay.switching._tensors import check_mode, check_tensors
 

@@ -9,7 +9,7 @@ import torch
 import switching_models as models
 from torchrelay.switching import ModelStore
 from torchrelay.switching._layout import Grouped
-from torchrelay.switching._residency import merged_copies
+from torchrelay.switching._served import merged_copies
 
 TOKENS = torch.arange(24).reshape(2, 12)
 

@@ -29,7 +29,7 @@ from torchrelay.switching import InputSpec, ModelStore, Switcher
 from torchrelay.switching._binding import Binding
 from torchrelay.switching._host import HostMemory
 from torchrelay.switching._layout import Grouped, layout_of
-from torchrelay.switching._residency import merged_copies
+from torchrelay.switching._served import merged_copies
 from torchrelay.switching._store import StoredModel
 from torchrelay.switching._worker import _named
 
