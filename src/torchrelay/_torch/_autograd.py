@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.autograd.forward_ad
+from torch._functorch.pyfunctorch import GradInterpreter, retrieve_all_functorch_interpreters
 
 __all__ = [
     "after_backward",
@@ -20,6 +21,7 @@ __all__ = [
     "is_transformed",
     "lowered",
     "recomputation",
+    "records_below_transforms",
     "transforms_active",
 ]
 
@@ -95,12 +97,19 @@ def in_forward_transform() -> bool:
     return interpreter is not None and interpreter.key() == functorch.TransformType.Jvp
 
 
-def lowered(tensor: torch.Tensor) -> torch.Tensor:
+def records_below_transforms() -> bool:
+    """Whether grad mode is on outside of all ``torch.func`` transforms that are active."""
+    interpreters = retrieve_all_functorch_interpreters()
+    modes = [i.prev_grad_mode() for i in interpreters if isinstance(i, GradInterpreter)]
+    return modes[0] if modes else torch.is_grad_enabled()
+
+
+def lowered(tensor: torch.Tensor, level: int | None = None) -> torch.Tensor:
     """``tensor`` without the wrappers of ``torch.func`` transforms that have ended, or that are
-    above the one that runs now.
+    above ``level``: by default the one that runs now.
     """
     functorch: Any = torch._C._functorch
-    current = functorch.maybe_current_level() or 0
+    current = functorch.maybe_current_level() or 0 if level is None else level
     while functorch.is_functorch_wrapped_tensor(tensor) and (
         functorch.is_dead_tensor_wrapper(tensor) or functorch.maybe_get_level(tensor) > current
     ):

@@ -11,6 +11,9 @@ as the size of a communicator: on another rank it has another size.
 - The communications of a backward pass that is differentiated again continue one chain, whichever
   chains they are derivatives of. It is joined to each of these, so that a later pass that reaches
   it runs these as well.
+- A block of :func:`chain` that leaves derivatives is a part of the order of what follows it.
+- Inside of ``torch.func`` transforms the token is wrapped as tensors are, so the order is in the
+  graph of each transform, and in that below all of them.
 - Forward code inside a backward pass has a chain of its own, which nothing else continues: a
   checkpoint that is recomputed when a saved tensor is needed (its graph is discarded), and one of
   reentrant checkpointing (it is differentiated at once).
@@ -49,6 +52,7 @@ __all__ = [
     "Link",
     "backward",
     "chain",
+    "continuing",
     "current",
     "grad",
     "main",
@@ -72,6 +76,9 @@ class Chain:
     """Communications since the last backward pass, each dependent on the previous one.
 
     Attributes:
+        head: what the next communication takes.
+        wrapped: the same inside of ``torch.func`` transforms, which have graphs of their own.
+        kept: those of blocks that ended, whose derivatives are differentiated again.
         roots: where it starts, and chains that it was joined to: ``torch.autograd.grad`` of these
             as well runs the whole chain, and nothing before it.
     """
@@ -80,6 +87,9 @@ class Chain:
         self.slot = slot
         self.roots = [_root()]
         self.head: Tensor | None = self.roots[0]
+        self.wrapped: Tensor | None = None
+        self.kept: list[Chain] = []
+        self.is_over = False  # whether a backward pass has freed its graph
         self.names: list[str] = []
         self.answers: defaultdict[Any, _Answers] = defaultdict(_Answers)
         self.first: weakref.ref[Node] | None = None
@@ -87,7 +97,6 @@ class Chain:
         self.begun = 0  # the position it begins at
         self.added = (-1, 0)  # a backward pass that records in it, and the length before
         self.warned = False
-        self.is_partial = False  # of derivatives in torch.func transforms, which end with these
 
     def extend(self, name: str) -> Tensor:
         """Return the token for the next communication; the caller stores its result in ``head``."""
@@ -100,8 +109,50 @@ class Chain:
                 "them with torchrelay.mpi.reset()",
                 stacklevel=4,
             )
+        self.join_kept()
         assert self.head is not None
         return self.head
+
+    def keep(self, other: Chain) -> None:
+        """Let what follows depend on ``other``, a block that ends, unless its graph is gone then.
+
+        A backward pass in the block that kept its graph made derivatives: what uses them reaches
+        the block on all ranks, or on some.
+        """
+        self._drop_kept()
+        if torch.is_grad_enabled() and other.names and other.task >= 0:
+            self.kept.append(other)
+        else:
+            other.close()
+
+    def join_kept(self) -> None:
+        """Let what follows depend on the blocks that are kept."""
+        self._drop_kept()
+        for other in self.kept:
+            assert other.head is not None
+            self.join(other, other.head)
+        self._drop_kept(every=True)
+
+    def _drop_kept(self, every: bool = False) -> None:
+        """Close the blocks whose graph is gone, or ``every`` one."""
+        for other in self.kept:
+            if every or other.is_over:
+                other.close()
+        self.kept = [other for other in self.kept if other.head is not None]
+
+    def token_in_transform(self) -> Tensor | None:
+        """Return what the last communication inside the transforms that run returned, if any."""
+        head = None if self.wrapped is None else _torch.lowered(self.wrapped)
+        return head if head is not None and _torch.is_transformed(head) else None
+
+    def follow(self, wrapped: Tensor) -> None:
+        """Let what follows inside of transforms, and below them, depend on ``wrapped``."""
+        if self.head is None:
+            return
+        self.wrapped = wrapped
+        head = _torch.lowered(wrapped, 0)
+        if head.requires_grad:
+            self.head = head
 
     def join(self, other: Chain, token: Tensor) -> None:
         """Let what follows depend on ``token``, of another chain, as well."""
@@ -111,7 +162,8 @@ class Chain:
 
     def close(self) -> None:
         """Release the graph, whose nodes refer to their chain and would form a cycle."""
-        self.head = None
+        self.head = self.wrapped = None
+        self._drop_kept(every=True)
 
 
 class _Answers:
@@ -250,11 +302,13 @@ class Link:
         """Check, as the first communication of this backward pass, that all others are in reach."""
         chain = self.chain
         chain.begun = self.position
-        if not (chain.is_partial or self.call.comm.is_alone):
+        if not self.call.comm.is_alone:
             self._check_reach()
         slot = chain.slot
-        if slot is not None and slot.chain is chain and not _torch.backward_keeps_graph():
-            slot.renew()
+        if not _torch.backward_keeps_graph():
+            chain.is_over = True
+            if slot is not None and slot.chain is chain:
+                slot.renew()
 
     def _check_reach(self) -> None:
         chain, position = self.chain, self.position
@@ -425,13 +479,23 @@ def recording(chain: Chain, token: Tensor | None) -> Iterator[None]:
     if found.adjoint is None:
         choices = (here.whole, chain, found.own)
         found.adjoint = next(c for c in choices if c is not None and c.head is not None)
-        found.own.is_partial = found.adjoint is found.own and chain is APART
         found.joined.add(found.adjoint)
         found.adjoint.added = (task, len(found.adjoint.names))
     if chain not in found.joined and token is not None:
         found.joined.add(chain)
         found.adjoint.join(chain, token)
     here.adjoint = found.adjoint
+    try:
+        yield
+    finally:
+        here.adjoint = before
+
+
+@contextlib.contextmanager
+def continuing(chain: Chain) -> Iterator[None]:
+    """Record in ``chain`` within the block: a backward pass of a transform is its forward code."""
+    here, before = _here, _here.adjoint
+    here.adjoint = chain if chain.head is not None else before
     try:
         yield
     finally:
@@ -451,9 +515,10 @@ def chain() -> Iterator[None]:
     try:
         yield
     finally:
-        mine.close()
-        slot.chain.close()
-        slot.chain = before
+        last, slot.chain = slot.chain, before
+        if last is not mine:
+            mine.close()
+        before.keep(last)
 
 
 def reset() -> None:
@@ -546,6 +611,7 @@ def _ends(
     """Return the outputs that have a graph, and the head of the chain."""
     pairs = [(y, g) for y, g in zip(outputs, grads, strict=True) if y.requires_grad]
     chain = _slot().chain
+    chain.join_kept()
     head = chain.head
     if head is not None and head is not chain.roots[0]:
         pairs.append((head, torch.zeros_like(head)))

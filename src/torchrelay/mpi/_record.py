@@ -255,54 +255,67 @@ def _forward_eagerly(call: Call, x: Tensor) -> Tensor:
 
 
 class TransformNode(torch.autograd.Function):
-    """Autograd node of a call inside ``torch.func`` transforms."""
+    """Autograd node of a call inside ``torch.func`` transforms, for each of them and below all."""
 
     generate_vmap_rule = False
 
     @staticmethod
-    def forward(call: Call, x: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(call: Call, x: Tensor, token: Tensor, chain: _chain.Chain) -> tuple[Tensor, Tensor]:
         return _forward_eagerly(call, x), torch.empty_like(_TOKEN)
 
     @staticmethod
     def setup_context(
-        ctx: Any, inputs: tuple[Call, Tensor, Tensor], output: tuple[Tensor, Tensor]
+        ctx: Any, inputs: tuple[Call, Tensor, Tensor, _chain.Chain], output: tuple[Tensor, Tensor]
     ) -> None:
-        call, x, _ = inputs
+        call, x, _, chain = inputs
         ctx.set_materialize_grads(False)
-        ctx.link = _chain.Link(_chain.APART, ctx, call, output[0])
+        ctx.save_for_backward(output[1])  # as in Node
+        ctx.link = _chain.Link(chain, ctx, call, output[0])
         ctx.like = (x.shape, x.dtype, x.device)
+        ctx.is_of_transform = transforms_active()
         # In forward mode the tangent is communicated after the primal. Else a cycle of references.
         ctx.token = output[1] if _torch.in_forward_transform() else None
 
     @staticmethod
     def backward(
         ctx: Any, grad: Tensor | None, _token: Tensor | None
-    ) -> tuple[None, Tensor | None, None]:
-        if transforms_active() or not is_grad_enabled():
-            return None, _pull_back(ctx, grad), None
-        with _chain.recording(_chain.APART, None):
-            return None, _pull_back(ctx, grad), None
+    ) -> tuple[None, Tensor | None, None, None]:
+        link: _chain.Link = ctx.link
+        if ctx.is_of_transform:  # which may have ended
+            with _chain.continuing(link.chain):
+                return None, _pull_back(ctx, grad), None, None
+        result: tuple[None, Tensor | None, None, None] = Node.backward(ctx, grad, _token)
+        return result
 
     @staticmethod
     def jvp(
-        ctx: Any, _call: None, tangent: Tensor | None, _token: Tensor | None
+        ctx: Any, _call: None, tangent: Tensor | None, _token: Tensor | None, _chain_arg: None
     ) -> tuple[Tensor, Tensor]:
+        chain = ctx.link.chain
         if ctx.token is not None:
-            _here.transform_head = ctx.token
+            before = chain.token_in_transform()
+            chain.follow(ctx.token if before is None else ctx.token + before)
         if tangent is None:
             shape, dtype, device = ctx.like
             tangent = torch.zeros(shape, dtype=dtype, device=device)
         return ctx.link.call.tangent(tangent), torch.zeros_like(_TOKEN)
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], call: Call, x: Tensor, token: Tensor) -> Any:
+    def vmap(
+        info: Any,
+        in_dims: tuple[Any, ...],
+        call: Call,
+        x: Tensor,
+        token: Tensor,
+        chain: _chain.Chain,
+    ) -> Any:
         dim = in_dims[1]
         if in_dims[2] is not None:
             token = token.select(in_dims[2], 0)
         if dim is None:
-            return _apply_transformed(call, x, token), (None, None)
+            return _apply_transformed(call, x, token, chain), (None, None)
         batched = call.batched(x.shape[dim])
-        y = _apply_transformed(batched, x.movedim(dim, 0), token)
+        y = _apply_transformed(batched, x.movedim(dim, 0), token, chain)
         call.learn(batched)
         return y, (0, None)
 
@@ -403,7 +416,6 @@ class _Here(threading.local):
     """What each thread has of its own."""
 
     in_tangent = False
-    transform_head: Tensor | None = None
 
 
 _here = _Here()
@@ -425,27 +437,25 @@ def _record_dual(call: Call, x: Tensor) -> Tensor:
 
 
 def _record_under_transform(call: Call, x: Tensor) -> Tensor:
-    """Run inside ``torch.func``, in a chain that ends with the transform."""
+    """Run inside ``torch.func``: in the thread's chain, in the graph of each transform."""
     if not call.transformable:
         raise UnsupportedError(
             f"{call.describe()} inside a torch.func transform: a rank does not know what the other "
             "differentiates or batches; use Sendrecv or a collective, or torchrelay.mpi.grad and "
             "torch.autograd.forward_ad"
         )
-    if not call.differentiable(x):  # its backward pass would run if it joined the chain
-        return _apply_transformed(call, x, _TOKEN)[0]  # type: ignore[no-any-return]
-    token = _transform_token()
-    before = _here.transform_head
-    y, head = _apply_transformed(call, x, token)
-    if _here.transform_head is not before:  # a tangent was communicated, below this transform
-        head = head + _here.transform_head
-    _here.transform_head = head
+    if call.comm.is_alone or not call.differentiable(x):
+        return _apply_transformed(call, x, _TOKEN, _chain.APART)[0]  # type: ignore[no-any-return]
+    chain = _chain.current()
+    before, length = chain.wrapped, len(chain.names)
+    head = chain.extend(call.name) if _torch.records_below_transforms() else _TOKEN
+    token = chain.token_in_transform()
+    try:
+        y, head = _apply_transformed(call, x, head if token is None else token, chain)
+    except BaseException:
+        del chain.names[length:]
+        raise
+    if chain.wrapped is not before:  # a tangent was communicated, below this transform
+        head = head + chain.wrapped
+    chain.follow(head)
     return y  # type: ignore[no-any-return]
-
-
-def _transform_token() -> Tensor:
-    if _here.transform_head is not None:
-        head = _torch.lowered(_here.transform_head)
-        if _torch.is_transformed(head):
-            return head
-    return torch.zeros_like(_TOKEN)

@@ -36,6 +36,7 @@ class _Network:
     """What the ranks of a job share. Its state changes while ``changed`` is held."""
 
     def __init__(self, size: int) -> None:
+        self.size = size
         self.changed = threading.Condition()
         self.collectives: dict[tuple[str, int], list[Any]] = {}
         self.inboxes: defaultdict[tuple[str, int], _Inbox] = defaultdict(_Inbox)
@@ -160,7 +161,7 @@ class ThreadTransport:
 
     def __init__(self, network: _Network, job: Job, peers: list[int], me: int, path: str) -> None:
         self.job, self.rank, self.size = job, peers.index(me), len(peers)
-        self.is_alone = self.size == 1 and not path
+        self.is_alone = network.size == 1
         self.idle_headers: list[Headers] = []
         self._network, self._peers, self._me, self._path = network, peers, me, path
         self._calls, self._children = itertools.count(), itertools.count()

@@ -2,10 +2,10 @@
 
 A function marked ``@mpi_test(sizes=(1, 2, 3))`` takes a communicator and runs on all ranks. It
 becomes one pytest test for each backend (an MPI library, by mpirun; Gloo or ``sml``, by forked
-ranks), number of ranks and case. Starting ranks takes longer than most tests, so they start once
-for each backend and number of ranks: the first test to need them runs all those of the session, and
-each test reports its own outcome. A test that ends the ranks is followed by another start for those
-after it.
+ranks; threads of one process), number of ranks and case. Starting ranks takes longer than most
+tests, so they start once for each backend and number of ranks: the first test to need them runs all
+those of the session, and each test reports its own outcome. A test that ends the ranks is followed
+by another start for those after it.
 
 Open MPI is the one beside this Python. MPICH has an environment of its own, since both wheels
 install an ``mpirun``: the one named by ``TORCHRELAY_TEST_MPICH``, or ``build/mpich`` in the
@@ -34,7 +34,15 @@ import pytest
 REPOSITORY = Path(__file__).parents[3]
 LIBRARIES = ("openmpi", "mpich")
 GROUPS = ("gloo", "sml")
-SIZES = {"openmpi": (3,), "mpich": (2,), "gloo": (2,), "sml": (1, 2, 3, 5)}
+REAL = (*LIBRARIES, *GROUPS)
+THREADS = ("threads",)  # in memory: for derivatives and their order
+SIZES = {
+    "openmpi": (3,),
+    "mpich": (2,),
+    "gloo": (2,),
+    "sml": (1, 2, 3, 5),
+    "threads": (1, 2, 3, 5),
+}
 LAUNCH_S = 900  # for all tests of a number of ranks, with more ranks than cores
 SCRIPT_S = 300  # for one script
 LAUNCHES = 5  # of one library and number of ranks, when tests end the ranks
@@ -84,7 +92,7 @@ _outcomes = pytest.StashKey[dict[Launch, Outcomes]]()
 
 def prefix(library: str) -> Path:
     """Return the environment of a backend; skip the test where there is none."""
-    if library in GROUPS:
+    if library in (*GROUPS, *THREADS):
         return Path(sys.prefix)
     if library == "openmpi":
         found = Path(sys.prefix)
@@ -247,7 +255,7 @@ def run_script(
 
 
 def mpi_test(
-    sizes: tuple[int, ...] = (1, 2, 3), on: Iterable[str] = SIZES, **cases: Iterable[Any]
+    sizes: tuple[int, ...] = (1, 2, 3), on: Iterable[str] = REAL, **cases: Iterable[Any]
 ) -> Callable[[Body], Callable[..., None]]:
     """Return a decorator; see the module.
 
@@ -321,7 +329,7 @@ def run(launch: Launch, todo: list[Call]) -> Outcomes:
 
 
 def _start(launch: Launch, folder: str) -> Finished:
-    if launch.library not in GROUPS:
+    if launch.library in LIBRARIES:
         return mpirun(
             launch.library,
             launch.size,
@@ -333,8 +341,13 @@ def _start(launch: Launch, folder: str) -> Finished:
     from ranks import Job, run_job
 
     environ = {"TORCHRELAY_MPI_TIMEOUT_S": TIMEOUT_S}
-    job = Job(__file__, "run_in_group", {"folder": folder, "backend": launch.library}, environ)
-    errors = [result.error for result in run_job(job, launch.size, LAUNCH_S) if result.error]
+    if launch.library in THREADS:
+        job = Job(__file__, "run_in_threads", {"folder": folder, "size": launch.size}, environ)
+        results = run_job(job, 1, LAUNCH_S)
+    else:
+        arguments = {"folder": folder, "backend": launch.library}
+        results = run_job(Job(__file__, "run_in_group", arguments, environ), launch.size, LAUNCH_S)
+    errors = [result.error for result in results if result.error]
     return Finished(len(errors), "\n".join(errors))
 
 
@@ -346,6 +359,18 @@ def run_in_group(world: Any, folder: str, backend: str) -> None:
 
     dist.init_process_group(backend, store=world.connect(), rank=world.rank, world_size=world.size)
     _main(folder, __name__)
+
+
+def run_in_threads(world: Any, folder: str, size: int) -> None:
+    """Run the tests as ranks that are threads."""
+    modules = _prepare(folder, __name__)
+    from multi.mpi.threads import use_forward_mode_per_thread
+    from torchrelay.mpi._threads import run_ranks
+
+    use_forward_mode_per_thread()
+    for error in run_ranks(size, lambda comm: _run_calls(folder, comm, modules)):
+        if error is not None:
+            raise error
 
 
 def _read(file: Path, job: Finished) -> list[str]:
@@ -366,8 +391,8 @@ def _load(path: str) -> ModuleType:
     return module
 
 
-def _main(folder: str, me: str) -> None:
-    """Run the tests as one of the ranks."""
+def _prepare(folder: str, me: str) -> dict[str, ModuleType]:
+    """Import the files of the tests, whose warnings are errors."""
     import warnings
 
     warnings.simplefilter("error")
@@ -377,20 +402,28 @@ def _main(folder: str, me: str) -> None:
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
     import torch
 
-    from torchrelay import mpi
-    from torchrelay.errors import PeerLostError
-
     torch.set_num_threads(1)
     sys.path.insert(0, str(REPOSITORY / "tests"))
     sys.modules["multi.mpi.runner"] = sys.modules[me]
-    comm = mpi.COMM_WORLD
-    modules: dict[str, ModuleType] = {}
+    calls = json.loads(Path(folder, "calls.json").read_text())
+    return {path: _load(path) for path in dict.fromkeys(call["path"] for call in calls)}
+
+
+def _main(folder: str, me: str) -> None:
+    """Run the tests as one of the ranks."""
+    modules = _prepare(folder, me)
+    from torchrelay import mpi
+
+    _run_calls(folder, mpi.COMM_WORLD, modules)
+
+
+def _run_calls(folder: str, comm: Any, modules: dict[str, ModuleType]) -> None:
+    from torchrelay import mpi
+    from torchrelay.errors import PeerLostError
+
     with open(Path(folder) / f"{comm.rank}.json", "a", buffering=1) as results:
         for call in json.loads(Path(folder, "calls.json").read_text()):
-            path = call["path"]
-            if path not in modules:
-                modules[path] = _load(path)
-            test: MpiTest = getattr(modules[path], call["function"]).mpi_test
+            test: MpiTest = getattr(modules[call["path"]], call["function"]).mpi_test
             error = ""
             results.write(STARTED)
             results.flush()

@@ -20,7 +20,7 @@ from multi.mpi.programs import (
     check,
     draw,
 )
-from multi.mpi.runner import mpi_test
+from multi.mpi.runner import THREADS, mpi_test
 from torchrelay import mpi
 from torchrelay.mpi import Communicator
 
@@ -39,13 +39,13 @@ def collective(what: str, over: str = "world") -> Statement:
     return Statement("collective", over, (what, True), 1)
 
 
-@mpi_test((1, 2, 3, 5), part=range(4))
+@mpi_test((1, 2, 3, 5), on=THREADS, part=range(4))
 def test_random_programs_end_and_agree(comm: Communicator, part: int) -> None:
     for seed in range(10 * part, 10 * part + 10):
         check_program(comm, draw(seed, compiled=False))
 
 
-@mpi_test((1, 2, 3))
+@mpi_test((1, 2, 3), on=THREADS)
 def test_sizes_of_communicators_do_not_change_the_order(comm: Communicator) -> None:
     """Of two or one ranks, before what a checkpoint recomputes."""
     for k, mode in itertools.product(range(2), ("first", "second", "third")):
@@ -58,10 +58,38 @@ def test_sizes_of_communicators_do_not_change_the_order(comm: Communicator) -> N
         check_program(comm, Program(3, mode, body, torch.float64, (), True))
 
 
+@mpi_test((2, 3), on=THREADS)
+def test_transforms_and_blocks_keep_the_order(comm: Communicator) -> None:
+    """Derivatives that are reached through data on one rank, and not on another."""
+    ring = Statement("ring", "first and others", ("", True), 2)
+    checkpoint = Statement("checkpoint", "world", ("", True), 0, [ring])
+    block = Statement("inner_force", "world", ("", True), 0, [checkpoint, collective("sum")])
+    tangent = Statement(
+        "transformed",
+        "world",
+        (("jvp",), True),
+        0,
+        [Statement("local", "world", ("", True), 0), collective("scan", "halves")],
+    )
+    ignored = Statement("collective", "world", ("sum", False), 7)
+    body = [ignored, block, Statement("force", "world", ("", False), 0, [tangent])]
+    check_program(comm, Program(81, "second", body, torch.float64, (), True))
+    alone = Statement(
+        "started",
+        "first and others",
+        ("", True),
+        11,
+        [Statement("local", "world", ("", True), 1), collective("scan", "halves")],
+    )
+    started = Statement("started", "alone", ("", True), 10, [alone, collective("sum", "pairs")])
+    gradient = Statement("transformed", "world", (("grad",), True), 0, [started])
+    check_program(comm, Program(1021, "first", [gradient], torch.float64, (), True))
+
+
 PAIRS = ["-".join(pair) for pair in itertools.product((*TRANSFORMS, "jacrev", "jacfwd"), repeat=2)]
 
 
-@mpi_test((1, 2, 3), on=("sml",), pair=PAIRS)
+@mpi_test((1, 2, 3), on=THREADS, pair=PAIRS)
 def test_pairs_of_transforms(comm: Communicator, pair: str) -> None:
     names = tuple(pair.split("-"))
     for body in (
