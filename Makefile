@@ -8,7 +8,7 @@ BIN    := $(VENV)/bin
 JOBS   ?= 4
 NATIVE := $(shell find native -name '*.cc' -o -name '*.h' -o -name '*.c') CMakeLists.txt
 export PATH := $(CURDIR)/$(BIN):$(PATH)
-
+MAKEFLAGS += -j2
 
 # The editable install knows the Python files it was made with, so a new file is a reason to install again.
 MODULES := $(VENV)/modules
@@ -17,7 +17,7 @@ $(shell mkdir -p $(VENV); find src -name '*.py' | sort > $(MODULES).new; \
 
 .PHONY: demo test sanitize bench lint docs native clean
 
-demo: $(VENV)/native
+demo: $(VENV)/packages
 	torchrelay demo $(ARGS)
 
 test: $(VENV)/tools
@@ -49,19 +49,27 @@ docs: $(VENV)/tools
 
 # The native module, rebuilt when a source changed. The build environment is the repository's own.
 native: $(VENV)/native
-$(VENV)/native: $(VENV)/packages $(NATIVE) $(MODULES)
+$(VENV)/native: $(VENV)/build-tools pyproject.toml $(NATIVE) $(MODULES)
 	pip install --quiet --no-build-isolation --no-deps -e .
 	touch $@
 
-$(VENV)/packages: pyproject.toml constraints.txt
+$(VENV)/build-tools: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	pip install --quiet --upgrade pip
-	pip install --quiet -c constraints.txt torch 'scikit-build-core>=0.11' 'nanobind>=2.9' cmake ninja
-	pip install --quiet --no-build-isolation -c constraints.txt -e '.[cli]'
+	pip install --quiet -c constraints.txt 'scikit-build-core>=0.11' 'nanobind>=2.9' cmake ninja
 	touch $@
 
-$(VENV)/tools: $(VENV)/native pyproject.toml constraints.txt
-	pip install --quiet --no-build-isolation -c constraints.txt -e '.[all,dev]'
+# By far the largest package, fetched while the native module is compiled.
+$(VENV)/torch: $(VENV)/build-tools constraints.txt
+	pip install --quiet -c constraints.txt torch
+	touch $@
+
+$(VENV)/packages: $(VENV)/torch $(VENV)/native
+	pip install --quiet -c constraints.txt 'torchrelay[cli]'
+	touch $@
+
+$(VENV)/tools: $(VENV)/packages
+	pip install --quiet -c constraints.txt 'torchrelay[all,dev]'
 	touch $@
 
 clean:

@@ -16,7 +16,7 @@
 namespace torchrelay {
 namespace {
 
-constexpr std::size_t kPiece = 256 << 10;          // half of a small second-level cache
+constexpr std::size_t kReadBytes = 256 << 10;      // half of a small second-level cache
 constexpr std::uint32_t kPolynomial = 0x82f63b78;  // reflected
 
 using Table = std::array<std::array<std::uint32_t, 256>, 8>;
@@ -120,7 +120,7 @@ std::uint32_t crc32c(std::uint32_t crc, const void* data, std::size_t size) noex
 
 std::uint64_t crc32c_of_file(int fd, std::span<const std::uint64_t> starts,
                              std::span<const std::uint64_t> sizes, std::span<std::uint32_t> checksums) {
-  const auto buffer = std::make_unique_for_overwrite<unsigned char[]>(kPiece);
+  const auto buffer = std::make_unique_for_overwrite<unsigned char[]>(kReadBytes);
   std::uint64_t begin = 0;  // the bytes of the file that are in the buffer
   std::uint64_t end = 0;
   std::uint64_t at = 0;
@@ -131,7 +131,7 @@ std::uint64_t crc32c_of_file(int fd, std::span<const std::uint64_t> starts,
     for (std::uint64_t left = sizes[i]; left > 0;) {
       if (at < begin || at >= end) {
         const auto count =
-            pread(fd, buffer.get(), std::min<std::uint64_t>(kPiece, last - at), static_cast<off_t>(at));
+            pread(fd, buffer.get(), std::min<std::uint64_t>(kReadBytes, last - at), static_cast<off_t>(at));
         if (count < 0 && errno == EINTR) continue;
         if (count < 0) throw std::system_error(errno, std::generic_category());
         if (count == 0) return at;
