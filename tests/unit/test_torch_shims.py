@@ -211,12 +211,12 @@ def test_swap_tensors_exchanges_class_values_and_attributes_under_weak_reference
     assert reference() is one
 
 
-def test_local_shape_and_offset_cuts_as_dtensor_does() -> None:
+def test_a_local_box_is_cut_as_dtensor_does() -> None:
     dist.init_process_group("fake", rank=2, world_size=4, store=FakeStore())
     try:
         mesh = init_device_mesh("cpu", (4,))
-        assert _torch.local_shape_and_offset((10, 3), mesh, [Shard(0)]) == ((3, 3), (6, 0))
-        assert _torch.local_shape_and_offset((10, 3), mesh, [Replicate()]) == ((10, 3), (0, 0))
+        assert _torch.local_box((10, 3), mesh, [Shard(0)]) == ((6, 0), (3, 3))
+        assert _torch.local_box((10, 3), mesh, [Replicate()]) == ((0, 0), (10, 3))
     finally:
         dist.destroy_process_group()
 
@@ -331,8 +331,8 @@ def test_how_checkpoints_take_tensors_apart() -> None:
     assert _torch.sharding_of(whole) == "plain"
     assert _torch.sharding_of(torch.nn.Parameter(whole)) == "plain"
     assert _torch.sharding_of(shard) == "shards"
-    ((offsets, local),) = _torch.local_shards(shard)
-    assert offsets == (2, 0)
+    ((box, local),) = _torch.local_shards(shard)
+    assert box == ((2, 0), (2, 2))
     assert local is shard.local
 
 

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+from torchrelay._boxes import Box
 from torchrelay.errors import UnsupportedError
 
 __all__ = [
     "CheckpointShard",
     "dtensor_of",
     "local_blocks",
-    "local_shape_and_offset",
+    "local_box",
     "local_shards",
     "sharding_of",
 ]
+
+
+T = TypeVar("T")
 
 
 class CheckpointShard(torch.Tensor):
@@ -92,13 +96,12 @@ class CheckpointShard(torch.Tensor):
         return self.local
 
 
-def local_shape_and_offset(
-    shape: Any, mesh: Any, placements: Any
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the shape and the offset of this rank's part of a distributed tensor."""
+def local_box(shape: Any, mesh: Any, placements: Any) -> Box:
+    """Return this rank's part of a distributed tensor."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # noqa: PLC0415
 
-    return compute_local_shape_and_global_offset(shape, mesh, placements)
+    sizes, offsets = compute_local_shape_and_global_offset(shape, mesh, placements)
+    return Box(tuple(offsets), tuple(sizes))
 
 
 def sharding_of(tensor: torch.Tensor) -> str:
@@ -134,50 +137,56 @@ def dtensor_of(
     )
 
 
-def local_shards(tensor: Any) -> list[tuple[tuple[int, ...], torch.Tensor]]:
-    """Return offsets and local tensor of each block of this rank.
+def local_shards(tensor: Any) -> list[tuple[Box, torch.Tensor]]:
+    """Return each block of this rank, and its local tensor.
 
     For a ShardedTensor, or a tensor of a class with ``torch.distributed._checkpointable``.
     """
     from torch.distributed.checkpoint.metadata import MetadataIndex  # noqa: PLC0415
 
     if hasattr(tensor, "__create_chunk_list__"):
-        return [
+        found = [
             (
-                tuple(chunk.offsets),
+                chunk.offsets,
                 tensor.__get_tensor_shard__(MetadataIndex("", chunk.offsets, index)),
             )
             for index, chunk in enumerate(tensor.__create_chunk_list__())
         ]
-    return [(tuple(shard.metadata.shard_offsets), shard.tensor) for shard in tensor.local_shards()]
+    else:
+        found = [(shard.metadata.shard_offsets, shard.tensor) for shard in tensor.local_shards()]
+    return [(Box(tuple(offsets), tuple(local.shape)), local) for offsets, local in found]
 
 
-Block = tuple[tuple[int, ...], tuple[int, ...], tuple[slice, ...]]
+Block = tuple[Box, tuple[slice, ...]]
 
 
 def local_blocks(shape: torch.Size, mesh: Any, placements: Sequence[Any]) -> list[Block]:
-    """Return the blocks of the global tensor that form this rank's part of a DTensor.
+    """Return the blocks of the global tensor that form this rank's part of a DTensor, and the place
+    of each in the local tensor.
 
     One, unless a strided shard (FSDP over tensor parallelism, with uneven sizes) interleaves: then
-    one per run. Each has offsets, sizes and its position in the local tensor.
+    one per run.
     """
     from torch.distributed.tensor.placement_types import _StridedShard  # noqa: PLC0415
 
-    sizes, offsets = local_shape_and_offset(shape, mesh, placements)
+    box = local_box(shape, mesh, placements)
     strided = {p.dim for p in placements if isinstance(p, _StridedShard)}
-    blocks: list[Block] = [(tuple(offsets), tuple(sizes), tuple(slice(0, size) for size in sizes))]
+    blocks: list[Block] = [(box, box.within(box))]
     for dim in sorted(strided):
         runs = _runs(_indices_along(shape[dim], mesh, placements, dim))
         blocks = [
             (
-                (*offsets[:dim], start, *offsets[dim + 1 :]),
-                (*sizes[:dim], length, *sizes[dim + 1 :]),
-                (*within[:dim], slice(first, first + length), *within[dim + 1 :]),
+                Box(_put(box.offsets, dim, start), _put(box.sizes, dim, length)),
+                _put(place, dim, slice(first, first + length)),
             )
-            for offsets, sizes, within in blocks
+            for box, place in blocks
             for start, first, length in runs
         ]
     return blocks
+
+
+def _put(values: tuple[T, ...], dim: int, value: T) -> tuple[T, ...]:
+    return (*values[:dim], value, *values[dim + 1 :])
 
 
 def _indices_along(size: int, mesh: Any, placements: Sequence[Any], dim: int) -> torch.Tensor:

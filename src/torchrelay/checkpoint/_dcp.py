@@ -35,6 +35,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from torchrelay import _torch
+from torchrelay._boxes import Box
 from torchrelay._progress import Progress, tracking
 from torchrelay.checkpoint._catalog import Keep, check_keep
 from torchrelay.checkpoint._engine import MAX_STAGING_BYTES, Save, SaveOptions
@@ -56,7 +57,7 @@ from torchrelay.checkpoint._tensors import (
     dtype_of,
     memory_of,
 )
-from torchrelay.checkpoint._types import Box, Manifest, TensorDescription
+from torchrelay.checkpoint._types import Manifest, TensorDescription
 from torchrelay.checkpoint._values import decode, encode
 from torchrelay.errors import ArgumentError, MismatchError, UnsupportedError
 

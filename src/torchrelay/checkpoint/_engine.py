@@ -17,6 +17,7 @@ from functools import partial
 from itertools import chain
 from typing import Any, Protocol
 
+from torchrelay._boxes import Box, tiling_fault
 from torchrelay._progress import no_progress
 from torchrelay.checkpoint import _manifest
 from torchrelay.checkpoint._catalog import (
@@ -39,14 +40,7 @@ from torchrelay.checkpoint._output import (
 from torchrelay.checkpoint._plan import Description, PlannedChunk
 from torchrelay.checkpoint._storage import Path, split
 from torchrelay.checkpoint._tasks import no_collection, run_tasks, usable_threads
-from torchrelay.checkpoint._types import (
-    MAX_HEADER_BYTES,
-    Box,
-    DataFile,
-    StatePath,
-    check_count,
-    tiling_fault,
-)
+from torchrelay.checkpoint._types import MAX_HEADER_BYTES, DataFile, StatePath, check_count
 from torchrelay.errors import ArgumentError, MismatchError, StorageError, TorchRelayError, to_json
 
 __all__ = [

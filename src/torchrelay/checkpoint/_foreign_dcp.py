@@ -16,9 +16,10 @@ from typing import Any
 import torch
 
 from torchrelay import _torch
+from torchrelay._boxes import Box
 from torchrelay.checkpoint._local import LocalFolder
 from torchrelay.checkpoint._pickles import load_pickled
-from torchrelay.checkpoint._types import DTYPES, Box, Chunk, DataFile, Dtype, Manifest, TensorEntry
+from torchrelay.checkpoint._types import DTYPES, Chunk, DataFile, Dtype, Manifest, TensorEntry
 from torchrelay.checkpoint._values import PICKLE, encode
 from torchrelay.errors import ArgumentError, CorruptionError, UnsupportedError
 

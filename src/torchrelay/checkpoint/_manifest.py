@@ -19,6 +19,7 @@ from operator import itemgetter
 from typing import Any, NamedTuple, NoReturn
 
 from torchrelay import _native
+from torchrelay._boxes import Box, tiling_fault
 from torchrelay.checkpoint._storage import Folder, read_again
 from torchrelay.checkpoint._tasks import no_collection
 from torchrelay.checkpoint._types import (
@@ -26,14 +27,12 @@ from torchrelay.checkpoint._types import (
     DTYPES,
     MANIFEST,
     MAX_HEADER_BYTES,
-    Box,
     Chunk,
     DataFile,
     Dtype,
     Manifest,
     StatePath,
     TensorEntry,
-    tiling_fault,
 )
 from torchrelay.errors import CorruptionError, StorageError, UnsupportedError
 

@@ -18,18 +18,19 @@ from typing import Any
 import torch
 
 from torchrelay import _torch
+from torchrelay._boxes import Box
 from torchrelay.checkpoint._optimizers import check_state, known_sections, may_lack, numbered
 from torchrelay.checkpoint._parts import ModulePart, OptimizerPart, Part
-from torchrelay.checkpoint._read import ChunkSlice, segments_of, within
+from torchrelay.checkpoint._read import ChunkSlice, segments_of
 from torchrelay.checkpoint._state import ORDINARY, Leaf, check_put, relative_path
 from torchrelay.checkpoint._subclasses import SUBCLASS, Subclass, block_of
 from torchrelay.checkpoint._tasks import no_collection
 from torchrelay.checkpoint._tensors import check_target, is_waiting, memory_of, tensor_state
-from torchrelay.checkpoint._types import Box, Manifest
+from torchrelay.checkpoint._types import Manifest
 from torchrelay.checkpoint._values import decode
 from torchrelay.deferred import is_deferred
 from torchrelay.deferred._shards import Shard as DeferredShard
-from torchrelay.deferred._shards import local_slices
+from torchrelay.deferred._shards import local_box
 from torchrelay.errors import ArgumentError, MismatchError
 
 __all__ = ["LoadPlan", "Request", "match"]
@@ -304,8 +305,8 @@ class _Matching:
         boxes = [block.box for block in blocks]
         is_deferred_here = is_waiting(tensor) and isinstance(part, ModulePart)
         if is_deferred_here and is_deferred(tensor):
-            slices = local_slices(self.plan.request.shard, name, tensor)
-            boxes = boxes if slices is None else [_box_of(slices, tensor.shape)]
+            box = local_box(self.plan.request.shard, name, tensor)
+            boxes = boxes if box is None else [box]
         self.tensors[key] = (tensor,) if is_deferred_here else tensors
         for place, box in enumerate(boxes):
             if not is_deferred_here:
@@ -387,19 +388,13 @@ def _materialized(part: Part, name: str, place: int, box: Box, inner: Box) -> to
     return _inside(block, box, inner)
 
 
-def _box_of(slices: tuple[slice, ...], shape: torch.Size) -> Box:
-    full = (*slices, *(slice(None),) * (len(shape) - len(slices)))
-    ranges = [range(*item.indices(size)) for item, size in zip(full, shape, strict=True)]
-    return Box(tuple(r.start for r in ranges), tuple(map(len, ranges)))
-
-
 def _inside(tensor: torch.Tensor, box: Box, inner: Box) -> torch.Tensor:
     """Return the part ``inner`` of a tensor that holds ``box``, without a class
     of its own.
     """
     if type(tensor) not in ORDINARY:
         tensor = tensor.detach().as_subclass(torch.Tensor)
-    return tensor if inner == box else tensor[within(inner, box)]
+    return tensor if inner == box else tensor[inner.within(box)]
 
 
 def _identities(leaf: Leaf) -> set[Any]:

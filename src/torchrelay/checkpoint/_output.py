@@ -14,12 +14,13 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from torchrelay import _native
+from torchrelay._boxes import Box
 from torchrelay.checkpoint._manifest import chunk_text
 from torchrelay.checkpoint._plan import PlannedChunk
 from torchrelay.checkpoint._safetensors import ALIGNMENT, lay_out, unique
 from torchrelay.checkpoint._storage import Sink
 from torchrelay.checkpoint._tasks import memory_at
-from torchrelay.checkpoint._types import BLOCK_BYTES, Box, DataFile
+from torchrelay.checkpoint._types import BLOCK_BYTES, DataFile
 
 __all__ = ["ChunkRecord", "Data", "OutputFile", "Progress", "Task", "grouped"]
 

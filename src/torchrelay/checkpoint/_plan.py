@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from torchrelay._boxes import Box
 from torchrelay.checkpoint._safetensors import aligned
-from torchrelay.checkpoint._types import Box, Dtype, Sizes, StatePath, TensorDescription
+from torchrelay.checkpoint._types import Dtype, Sizes, StatePath, TensorDescription
 
 __all__ = ["Description", "Plan", "PlannedChunk", "StateLayout", "deal"]
 

@@ -21,21 +21,19 @@ import torch
 from numpy.typing import NDArray
 
 from torchrelay import _native
+from torchrelay._boxes import Box, contiguous_runs, intersection
 from torchrelay._progress import no_progress
 from torchrelay.checkpoint._foreign import check_complete, open_checkpoint
 from torchrelay.checkpoint._storage import Folder, Path
 from torchrelay.checkpoint._tasks import memory_at, no_collection, run_tasks, usable_threads
 from torchrelay.checkpoint._tensors import address_of, byte_view, in_stream_of
 from torchrelay.checkpoint._types import (
-    Box,
     Chunk,
     FileChunks,
     Manifest,
     Sizes,
     TensorEntry,
     check_count,
-    contiguous_runs,
-    intersection,
 )
 from torchrelay.errors import ArgumentError, CorruptionError
 
@@ -48,7 +46,6 @@ __all__ = [
     "deal_blocks",
     "segments_of",
     "warn_without_checksums",
-    "within",
 ]
 
 Blocks = dict[str, NDArray[np.bool_]]  # of each file, whether a block is meant
@@ -139,14 +136,6 @@ def segments_of(key: str, entry: TensorEntry, box: Box) -> list[ChunkSlice]:
         for chunk in chunks
         if chunk.size_bytes and (inner := intersection(chunk.box, box)) is not None
     ]
-
-
-def within(inner: Box, outer: Box) -> tuple[slice, ...]:
-    """Return the place of a box in a tensor that holds ``outer``."""
-    return tuple(
-        slice(a - b, a - b + size)
-        for a, b, size in zip(inner.offsets, outer.offsets, inner.sizes, strict=True)
-    )
 
 
 def _span(entry: TensorEntry, chunk: Chunk, part: Box) -> tuple[int, int]:
@@ -491,7 +480,7 @@ class ChunkReader:
         _, _, strides = contiguous_runs(part, chunk.box, chunk.strides)
         found = data.view(target.dtype).as_strided(part.sizes, strides)
         with torch.inference_mode(target.is_inference()), torch.no_grad():
-            target[within(part, segment.inner)].copy_(found)
+            target[part.within(segment.inner)].copy_(found)
         progress(part.numel * segment.entry.dtype.itemsize)
 
     def _bytes(self, name: str, offset: int, size: int, itemsize: int) -> torch.Tensor:

@@ -19,8 +19,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from torchrelay._boxes import Box
 from torchrelay.checkpoint._foreign import Snapshot
-from torchrelay.checkpoint._types import Box, Chunk, Dtype, Manifest, TensorEntry
+from torchrelay.checkpoint._types import Chunk, Dtype, Manifest, TensorEntry
 from torchrelay.errors import MismatchError, UnsupportedError
 
 __all__ = ["converted"]

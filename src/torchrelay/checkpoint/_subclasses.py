@@ -137,7 +137,7 @@ def block_of(key: str, tensor: Any) -> str | None:
             f"({_layout_of(tensor)}), which a checkpoint cannot store by its parts"
         )
     return next(
-        (f"@{','.join(map(str, offsets))}" for offsets, sizes, _ in blocks if all(sizes)), None
+        (f"@{','.join(map(str, box.offsets))}" for box, _ in blocks if all(box.sizes)), None
     )
 
 

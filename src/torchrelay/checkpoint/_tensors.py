@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch
 
 from torchrelay import _torch
+from torchrelay._boxes import Box
 from torchrelay.checkpoint._output import Data
 from torchrelay.checkpoint._state import ORDINARY
-from torchrelay.checkpoint._types import DTYPES, Box, Dtype, TensorDescription
+from torchrelay.checkpoint._types import DTYPES, Dtype, TensorDescription
 from torchrelay.deferred import fake, is_deferred
 from torchrelay.errors import ArgumentError, DeferredError, UnsupportedError
 
@@ -231,7 +232,7 @@ def _layout(
 
 def _sharded(key: str, tensor: torch.Tensor, dtype: Dtype) -> TensorState:
     shards = _torch.local_shards(tensor)
-    blocks = [(Box(offsets, tuple(local.shape)), ()) for offsets, local in shards]
+    blocks = [(box, ()) for box, _ in shards]
     layout = _layout(dtype, tuple(tensor.shape), blocks, "shards")
     return TensorState(layout, tuple(local for _, local in shards))
 
@@ -280,8 +281,8 @@ def _placed(
         torch.arange(len(members), device="cpu").reshape(grid)[same].flatten().tolist()
     )
     found = _torch.local_blocks(size, mesh, placements)
-    blocks = [(Box(offsets, sizes), replicas) for offsets, sizes, _ in found]
-    return _layout(dtype, shape, blocks, layout, members), tuple(part for *_, part in found)
+    blocks = [(box, replicas) for box, _ in found]
+    return _layout(dtype, shape, blocks, layout, members), tuple(place for _, place in found)
 
 
 def is_waiting(value: Any) -> bool:

@@ -16,15 +16,16 @@ from typing import Any
 import numpy as np
 import torch
 
+from torchrelay._boxes import Box
 from torchrelay.checkpoint._manifest import PARSING_ERRORS, Parser, parse
 from torchrelay.checkpoint._output import grouped
 from torchrelay.checkpoint._pickles import load_pickled
-from torchrelay.checkpoint._read import ChunkReader, ChunkSlice, ReadOptions, segments_of, within
+from torchrelay.checkpoint._read import ChunkReader, ChunkSlice, ReadOptions, segments_of
 from torchrelay.checkpoint._save import save
 from torchrelay.checkpoint._state import Index, flatten, insert, key_of, leaf_path, put
 from torchrelay.checkpoint._storage import storage_errors
 from torchrelay.checkpoint._tensors import dtype_of
-from torchrelay.checkpoint._types import INDEX, Box
+from torchrelay.checkpoint._types import INDEX
 from torchrelay.checkpoint._values import Encoded, decode, encode
 from torchrelay.errors import (
     ArgumentError,
@@ -83,7 +84,7 @@ def read_state(
                 )
                 whole = Box.whole(entry.shape)
                 segments = segments_of(key, entry, whole)
-                targets += [(one, value[within(one.inner, whole)]) for one in segments]
+                targets += [(one, value[one.inner.within(whole)]) for one in segments]
             insert(state, _without(prefix, leaf_path(manifest.paths.get(key, (key,)))), value)
         reader.fill(targets, verify=True)
         return state

@@ -19,12 +19,13 @@ from typing import Any
 import numpy as np
 
 from torchrelay import _native
+from torchrelay._boxes import Box
 from torchrelay._helper import Channel
 from torchrelay.checkpoint._engine import Save, SaveOptions, Written, described
 from torchrelay.checkpoint._output import ChunkRecord
 from torchrelay.checkpoint._plan import Description, Plan
 from torchrelay.checkpoint._storage import split
-from torchrelay.checkpoint._types import Box, DataFile
+from torchrelay.checkpoint._types import DataFile
 from torchrelay.errors import OperationTimeoutError, PeerLostError, from_json
 
 __all__ = ["WriteJob"]

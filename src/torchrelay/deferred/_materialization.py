@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import torch
 
 from torchrelay import _telemetry, _torch
+from torchrelay._boxes import Box
 from torchrelay._progress import Progress, tracking
 from torchrelay.deferred._graph import Storage
 from torchrelay.deferred._initialization import deferred_init, is_deferred
@@ -29,10 +30,9 @@ from torchrelay.deferred._replay import Replay
 from torchrelay.deferred._reversal import remember
 from torchrelay.deferred._shards import (
     Shard,
-    Slices,
     check_shard,
     distributed,
-    local_slices,
+    local_box,
     sliced,
 )
 from torchrelay.deferred._tensor import FakeTensor, become, replacement
@@ -287,8 +287,8 @@ class _Materialization:
         _check_deferred(tensor)
         region, history = tensor._region, tensor._history
         is_first = history.is_unshared(self._replay.materialization)
-        slices = local_slices(self._shard, name, tensor)
-        new = self._give(tensor) if slices is None else self._part(name, tensor, slices)
+        box = local_box(self._shard, name, tensor)
+        new = self._give(tensor) if box is None else self._part(name, tensor, box)
         # The recorded values of what stays uninitialized are not those that it will have.
         if is_first and region.storage not in self._blank:
             remember(new, region, history)
@@ -317,9 +317,9 @@ class _Materialization:
                 f"module first, then do that; or make it a {type(wrapper).__name__} afterwards."
             )
 
-    def _part(self, name: str, fake: FakeTensor, slices: Slices) -> torch.Tensor:
+    def _part(self, name: str, fake: FakeTensor, box: Box) -> torch.Tensor:
         with _torch.plain_torch():
-            local = self._convert(self._part_values(fake, slices))
+            local = self._convert(self._part_values(fake, box))
         value = distributed(self._shard, name, fake, local)
         if value is local:
             return become(fake, local)
@@ -345,8 +345,8 @@ class _Materialization:
             history.hand_out(fake, self._replay.materialization)
         return fake
 
-    def _part_values(self, fake: FakeTensor, slices: Slices) -> torch.Tensor:
-        region = sliced(fake, slices)
+    def _part_values(self, fake: FakeTensor, box: Box) -> torch.Tensor:
+        region = sliced(fake, box)
         if region.storage not in self._blank:
             return part_of(region, self._replay)
         return torch.empty(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchrelay import _torch
+from torchrelay._boxes import Box
 from torchrelay.deferred._graph import Region
 from torchrelay.deferred._tensor import FakeTensor
 from torchrelay.errors import ArgumentError
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
 
-__all__ = ["Slices", "check_shard", "distributed", "local_slices", "sliced"]
+__all__ = ["Shard", "check_shard", "distributed", "local_box", "sliced"]
 
 Slices = tuple[slice, ...]
 Placements = Sequence["Placement"]
@@ -64,8 +65,8 @@ def _placed(placement: Placement, fake: torch.Tensor, is_for_all: bool) -> Place
     return placement
 
 
-def local_slices(shard: Any, name: str, fake: torch.Tensor) -> Slices | None:
-    """Return the slices of this process; None: the whole tensor.
+def local_box(shard: Any, name: str, fake: torch.Tensor) -> Box | None:
+    """Return the part of this process; None: the whole tensor.
 
     Raises:
         ArgumentError: the slices do not fit, or a placement is neither Shard nor Replicate.
@@ -74,7 +75,7 @@ def local_slices(shard: Any, name: str, fake: torch.Tensor) -> Slices | None:
         return None
     if isinstance(shard, tuple):
         placements = placements_for(shard, name, fake)
-        return None if placements is None else _mesh_slices(shard[0], placements, name, fake)
+        return None if placements is None else _mesh_box(shard[0], placements, name, fake)
     slices = shard(name, fake)
     if slices is None:
         return None
@@ -87,10 +88,10 @@ def local_slices(shard: Any, name: str, fake: torch.Tensor) -> Slices | None:
             f"{name}: the slices {slices!r} do not fit a tensor of shape {tuple(fake.shape)}: at "
             "most one for each dimension, with step 1."
         )
-    return slices
+    return Box.of(slices, fake.shape)
 
 
-def _mesh_slices(mesh: DeviceMesh, placements: Placements, name: str, fake: torch.Tensor) -> Slices:
+def _mesh_box(mesh: DeviceMesh, placements: Placements, name: str, fake: torch.Tensor) -> Box:
     from torch.distributed.tensor import Replicate  # noqa: PLC0415 - as above
     from torch.distributed.tensor import Shard as ShardPlacement  # noqa: PLC0415
 
@@ -104,19 +105,15 @@ def _mesh_slices(mesh: DeviceMesh, placements: Placements, name: str, fake: torc
                 f"{name}: {placement} does not fit a tensor of shape {tuple(fake.shape)}. Give "
                 "Replicate() for it."
             )
-    size, offset = _torch.local_shape_and_offset(fake.shape, mesh, placements)
-    return tuple(slice(start, start + extent) for start, extent in zip(offset, size, strict=True))
+    return _torch.local_box(fake.shape, mesh, placements)
 
 
-def sliced(fake: FakeTensor, slices: Slices) -> Region:
-    """Return the region of ``fake`` that ``slices`` select."""
+def sliced(fake: FakeTensor, box: Box) -> Region:
+    """Return the region of ``fake`` that ``box`` selects."""
     region = fake._region
-    size, offset = list(region.size), region.offset
-    for dim, item in enumerate(slices):
-        start, stop, _ = item.indices(size[dim])
-        offset += start * region.stride[dim]
-        size[dim] = max(0, stop - start)
-    return region._replace(size=tuple(size), offset=offset)
+    steps = zip(box.offsets, region.stride, strict=True)
+    offset = region.offset + sum(start * stride for start, stride in steps)
+    return region._replace(size=box.sizes, offset=offset)
 
 
 def distributed(shard: Any, name: str, fake: torch.Tensor, local: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from torchrelay._boxes import Box, contiguous_runs, intersection, tiling_fault
 from torchrelay.checkpoint._plan import PlannedChunk, deal
 from torchrelay.checkpoint._read import (
     ChunkSlice,
@@ -21,17 +22,8 @@ from torchrelay.checkpoint._read import (
     _span,
     deal_blocks,
     segments_of,
-    within,
 )
-from torchrelay.checkpoint._types import (
-    DTYPES,
-    Box,
-    Chunk,
-    TensorEntry,
-    contiguous_runs,
-    intersection,
-    tiling_fault,
-)
+from torchrelay.checkpoint._types import DTYPES, Chunk, TensorEntry
 
 _property = settings(max_examples=60, deadline=None, derandomize=True, database=None)
 
@@ -74,9 +66,9 @@ def test_every_element_is_read_exactly_once(data: st.DataObject) -> None:
     for segment in segments_of("k", entry, wanted):
         assert intersection(segment.inner, segment.chunk.box) == segment.inner
         for part in _parts(segment, data.draw(st.integers(4, 200))):
-            count[within(part, Box.whole(shape))] += 1
+            count[part.within(Box.whole(shape))] += 1
     expected = torch.zeros(shape, dtype=torch.int64)
-    expected[within(wanted, Box.whole(shape))] = 1
+    expected[wanted.within(Box.whole(shape))] = 1
     assert torch.equal(count, expected)
 
 
@@ -91,16 +83,16 @@ def test_a_part_is_where_the_storage_has_it(data: st.DataObject) -> None:
     )
     whole = torch.arange(math.prod(shape)).reshape(shape)
     order = data.draw(st.permutations(range(len(shape))))  # dimensions, the slowest first
-    stored = whole[within(outer, Box.whole(shape))].permute(order)
+    stored = whole[outer.within(Box.whole(shape))].permute(order)
     stored = stored.clone(memory_format=torch.contiguous_format)
     in_order = [stored.stride(order.index(dim)) for dim in range(len(shape))]
     stored = stored.reshape(-1)
     is_row_major = order == sorted(order)
     first, run, strides = contiguous_runs(inner, outer, None if is_row_major else in_order)
     assert torch.equal(
-        stored.as_strided(inner.sizes, strides, first), whole[within(inner, Box.whole(shape))]
+        stored.as_strided(inner.sizes, strides, first), whole[inner.within(Box.whole(shape))]
     )
-    flat = whole[within(inner, Box.whole(shape))].reshape(-1, run)
+    flat = whole[inner.within(Box.whole(shape))].reshape(-1, run)
     positions = {int(value): index for index, value in enumerate(stored)}
     for row in flat:
         begin = positions[int(row[0])]
@@ -145,7 +137,7 @@ def test_boxes_tile_exactly_if_every_element_is_covered_once(data: st.DataObject
         boxes.append(data.draw(boxes_in(shape)))
     count = torch.zeros(shape, dtype=torch.int64)
     for box in boxes:
-        count[within(box, Box.whole(shape))] += 1
+        count[box.within(Box.whole(shape))] += 1
     assert (tiling_fault(shape, data.draw(st.permutations(boxes))) is None) == bool(
         (count == 1).all()
     )
