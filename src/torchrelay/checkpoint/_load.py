@@ -16,7 +16,8 @@ from torchrelay._progress import Progress, tracking
 from torchrelay.checkpoint._catalog import newest_inside
 from torchrelay.checkpoint._group import Group, check_same, group_of
 from torchrelay.checkpoint._match import LoadPlan, Request, match
-from torchrelay.checkpoint._parts import ModulePart, Part, parts_of_state
+from torchrelay.checkpoint._part_plan import PartPlan
+from torchrelay.checkpoint._parts import ModulePart, parts_of_state
 from torchrelay.checkpoint._read import (
     MAX_BUFFER_BYTES,
     ChunkReader,
@@ -269,35 +270,36 @@ def _execute(
     """Materialise the deferred tensors, read everything, give each object its state, and set the
     other values.
     """
-    owners = [part for part in plan.parts if part.owner is not None]
-    for part in owners:
-        if isinstance(part, ModulePart) and is_deferred(part.owner):
-            _materialize(part, plan)
+    owners = [item for item in plan.parts if item.part.owner is not None]
+    for item in owners:
+        if isinstance(item.part, ModulePart) and is_deferred(item.part.owner):
+            _materialize(item, plan)
     targets = (target() if isinstance(target, partial) else target for target in plan.targets)
     reader.fill(zip(plan.segments, targets, strict=True), advance, verify=verify)
     missing, unexpected = [*plan.missing], [*plan.unexpected]
-    for index, part in enumerate(owners):
+    for index, item in enumerate(owners):
         try:
-            found = plan.give(part)
+            found = plan.give(item)
         except _PASSED_ON:
             raise
         except Exception as error:
             raise MismatchError(_failure(plan, owners, index, error)) from error
-        missing += [f"{part.start}{name}" for name in getattr(found, "missing_keys", ())]
-        unexpected += [f"{part.start}{name}" for name in getattr(found, "unexpected_keys", ())]
+        start = item.part.start
+        missing += [f"{start}{name}" for name in getattr(found, "missing_keys", ())]
+        unexpected += [f"{start}{name}" for name in getattr(found, "unexpected_keys", ())]
     for path, value in plan.rest.values.items():
-        put(plan.rest.state, path, value)
+        put(plan.rest.part.state, path, value)
     return LoadResult([*dict.fromkeys(missing)], [*dict.fromkeys(unexpected)])
 
 
-def _failure(plan: LoadPlan, owners: Sequence[Part], index: int, error: Exception) -> str:
+def _failure(plan: LoadPlan, owners: Sequence[PartPlan], index: int, error: Exception) -> str:
     """Say what an object refused, and what the load leaves."""
-    part, after = owners[index], owners[index + 1 :]
-    filled = [one.label for one in after if {*one.taken.values()} - one.memory.keys()]
-    changed = [*(one.label for one in owners[:index]), *filled]
+    part, after = owners[index].part, owners[index + 1 :]
+    filled = [one.part.label for one in after if {*one.taken.values()} - one.memory.keys()]
+    changed = [*(one.part.label for one in owners[:index]), *filled]
     if plan.rest.taken:
         changed.append("the tensors of the state")
-    kept = [one.label for one in after if one.label not in filled]
+    kept = [one.part.label for one in after if one.part.label not in filled]
     if plan.rest.values:
         kept.append("the other values")
     left = f"; loaded: {', '.join(changed)}" if changed else ""
@@ -308,10 +310,10 @@ def _failure(plan: LoadPlan, owners: Sequence[Part], index: int, error: Exceptio
     )
 
 
-def _materialize(part: ModulePart, plan: LoadPlan) -> None:
+def _materialize(item: PartPlan, plan: LoadPlan) -> None:
+    part, keeps = item.part, plan.request.initialize_missing
     missing = {name for name in part.leaves if f"{part.start}{name}" in plan.missing}
-    keeps = plan.request.initialize_missing
-    absent = part.leaves.keys() - {*part.taken.values()}
+    absent = part.leaves.keys() - {*item.taken.values()}
     materialize_module(
         part.owner,
         device=plan.request.device,
@@ -319,7 +321,7 @@ def _materialize(part: ModulePart, plan: LoadPlan) -> None:
         uninitialized=part.leaves.keys() - missing - {name for name in absent if part.is_own(name)},
         leave_deferred=() if keeps else {name for name in missing if not part.is_own(name)},
     )
-    part.renew()
+    item.renew()
 
 
 def verify(path: Path, *, threads: int | None = None, progress: Progress = False) -> bool:

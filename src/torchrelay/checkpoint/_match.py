@@ -20,6 +20,7 @@ import torch
 from torchrelay import _torch
 from torchrelay._boxes import Box
 from torchrelay.checkpoint._optimizers import check_state, known_sections, may_lack, numbered
+from torchrelay.checkpoint._part_plan import PartPlan
 from torchrelay.checkpoint._parts import ModulePart, OptimizerPart, Part
 from torchrelay.checkpoint._read import ChunkSlice, segments_of
 from torchrelay.checkpoint._state import ORDINARY, Leaf, check_put, relative_path
@@ -61,10 +62,10 @@ class LoadPlan:
     location: str
     request: Request
     manifest: Manifest
-    parts: Sequence[Part]
+    parts: Sequence[PartPlan]
     segments: list[ChunkSlice] = field(default_factory=list)
     targets: list[torch.Tensor | partial[torch.Tensor]] = field(default_factory=list)
-    missing: dict[str, tuple[Part, Leaf]] = field(default_factory=dict)
+    missing: dict[str, tuple[PartPlan, Leaf]] = field(default_factory=dict)
     unexpected: list[str] = field(default_factory=list)
 
     @property
@@ -72,9 +73,9 @@ class LoadPlan:
         return sum(segment.size_bytes for segment in self.segments)
 
     @property
-    def rest(self) -> Part:
-        """The part of the state that is in no object."""
-        return next((part for part in self.parts if part.owner is None), Part(""))
+    def rest(self) -> PartPlan:
+        """What the part of the state that is in no object is given."""
+        return next((one for one in self.parts if one.part.owner is None), PartPlan(Part("")))
 
     def warn_of_initialized(self) -> None:
         """Warn about tensors that are initialised beside others that are not read, because these
@@ -91,16 +92,15 @@ class LoadPlan:
                 stacklevel=8,  # the caller of load()
             )
 
-    def give(self, part: Part) -> Any:
+    def give(self, item: PartPlan) -> Any:
         """Give an object its state; return what its ``load_state_dict`` returns."""
+        part, strict = item.part, self.request.strict
         if isinstance(part, ModulePart) and part.is_plain:
             return None
-        strict = self.request.strict
         lacking = {
-            key.removeprefix(part.start) for key, (of, _) in self.missing.items() if of is part
+            key.removeprefix(part.start) for key, (of, _) in self.missing.items() if of is item
         }
-        is_foreign = self.manifest.is_foreign
-        given = part.given(strict=strict, lacking=lacking, is_foreign=is_foreign)
+        given = item.given(strict=strict, lacking=lacking, is_foreign=self.manifest.is_foreign)
         return part.hand_over(given, strict=strict)
 
 
@@ -112,7 +112,7 @@ def match(parts: Sequence[Part], manifest: Manifest, request: Request, location:
         ArgumentError: a tensor cannot be filled, or two values have the same key.
         MismatchError: the checkpoint does not fit.
     """
-    return _Matching(LoadPlan(location, request, manifest, parts)).run()
+    return _Matching(LoadPlan(location, request, manifest, [*map(PartPlan, parts)])).run()
 
 
 class _Matching:
@@ -120,7 +120,7 @@ class _Matching:
         self.plan = plan
         self.manifest = plan.manifest
         self.known: set[str] = set()  # keys that the state has, or an object is given
-        self.lacking: dict[str, tuple[Part, Leaf]] = {}
+        self.lacking: dict[str, tuple[PartPlan, Leaf]] = {}
         self.read: list[Leaf] = []
         self.tensors: dict[str, tuple[torch.Tensor, ...]] = {}  # that are filled, by key
         held = (*self.manifest.paths, *self.manifest.tensors, *self.manifest.objects)
@@ -130,15 +130,16 @@ class _Matching:
 
     def run(self) -> LoadPlan:
         plan = self.plan
-        for part in plan.parts:
+        for item in plan.parts:
+            part = item.part
             keys = [] if part.owner is None else self._keys_of(part)
             if isinstance(part, OptimizerPart):
-                part.parameters = numbered(part, self.manifest)
-                check_state(part, self.manifest, keys, plan.location)
-            self._match_leaves(part, keys)
+                item.parameters = numbered(part, self.manifest)
+                check_state(part, item.parameters, self.manifest, keys, plan.location)
+            self._match_leaves(item, keys)
             for key in keys:
-                if key not in self.known and self._takes(part, key):
-                    self._take(part, key)
+                if key not in self.known and self._takes(item, key):
+                    self._take(item, key)
         self._drop_overwritten()
         # The second name of a tied tensor is filled by its first one.
         filled = set().union(*map(_identities, self.read)) if self.lacking else set()
@@ -164,15 +165,16 @@ class _Matching:
         keys = self.sorted[bisect_left(self.sorted, start) : bisect_left(self.sorted, end)]
         inner = tuple(
             one.start
-            for one in self.plan.parts
+            for one in (item.part for item in self.plan.parts)
             if one.owner is not None and one is not part and one.start.startswith(start)
         )
         return sorted(
             (key for key in keys if not key.startswith(inner)), key=self.order.__getitem__
         )
 
-    def _match_leaves(self, part: Part, keys: Sequence[str]) -> None:
+    def _match_leaves(self, item: PartPlan, keys: Sequence[str]) -> None:
         """Match what the state has."""
+        part = item.part
         has_free = part.owner is not None and any(
             part.is_free(str(leaf.path[0])) for leaf in part.leaves.values()
         )
@@ -183,13 +185,13 @@ class _Matching:
                 raise ArgumentError(f"two values of the state have the key {key!r}")
             if part.owner is not None and part.is_free(str(leaf.path[0])):
                 if self._lacks(part, key, leaf, tops):
-                    self.lacking[key] = part, leaf
+                    self.lacking[key] = item, leaf
                 continue
             self.known.add(key)
-            if self._match_leaf(part, name, key, leaf):
+            if self._match_leaf(item, name, key, leaf):
                 self.read.append(leaf)
             elif not _is_empty(leaf.value):
-                self.lacking[key] = part, leaf
+                self.lacking[key] = item, leaf
 
     def _lacks(self, part: Part, key: str, leaf: Leaf, tops: set[Any]) -> bool:
         """Return whether the checkpoint lacks what only the object can judge further."""
@@ -200,8 +202,9 @@ class _Matching:
             leaf.path[0] in tops or _is_empty(leaf.value)
         )
 
-    def _takes(self, part: Part, key: str) -> bool:
+    def _takes(self, item: PartPlan, key: str) -> bool:
         """Return whether an object is given a key that its state may lack."""
+        part = item.part
         name = key.removeprefix(part.start)
         head, found, rest = name.partition(".@")
         if found and f"{part.start}{head}.{SUBCLASS}" in self.manifest.objects:
@@ -210,7 +213,7 @@ class _Matching:
             if f"{head}.{SUBCLASS}" in part.leaves:
                 mine = any(leaf.startswith(f"{head}.{block}.") for leaf in part.leaves)
                 return mine and part.is_free(head)
-            like: Any = part.parameter(self._path(part, key))
+            like: Any = item.parameter(self._path(part, key))
             if _torch.sharding_of(like) == "dtensor":
                 return block == block_of(key, like)
             return True
@@ -222,36 +225,38 @@ class _Matching:
     def _path(self, part: Part, key: str) -> tuple[Any, ...]:
         return part.path(relative_path(self.manifest.paths.get(key, ()), key, part.start))
 
-    def _take(self, part: Part, key: str) -> None:
+    def _take(self, item: PartPlan, key: str) -> None:
         """Record what an object is given as the checkpoint has it."""
         self.known.add(key)
+        part = item.part
         name, path = key.removeprefix(part.start), self._path(part, key)
-        part.paths.append(path)
+        item.paths.append(path)
         fresh = part.leaves.get(name)
         if key in self.manifest.objects:
             value = self.manifest.objects[key]
             if path[-1] == SUBCLASS:
                 if fresh is not None and isinstance(fresh.value, Subclass):
                     fresh.value.check(self.plan.location, key, value)
-                part.values[path] = value
+                item.values[path] = value
             else:
-                part.values[path] = decode(key, value)
+                item.values[path] = decode(key, value)
             return
         if key not in self.manifest.tensors:
-            part.values[path] = {}
+            item.values[path] = {}
             return
-        part.taken[path] = name
+        item.taken[path] = name
         self.manifest.tensors[key].check_known(key, self.plan.location)
         if fresh is not None and is_waiting(fresh.value) and isinstance(part, ModulePart):
-            part.waiting.append(name)
-            self._read_tensor(part, name, key, fresh.value)
+            item.waiting.append(name)
+            self._read_tensor(item, name, key, fresh.value)
         else:
             self._read_tensor(
-                part, name, key, part.buffer(name, key, self.manifest.tensors[key], path)
+                item, name, key, item.buffer(name, key, self.manifest.tensors[key], path)
             )
 
-    def _match_leaf(self, part: Part, name: str, key: str, leaf: Leaf) -> bool:
+    def _match_leaf(self, item: PartPlan, name: str, key: str, leaf: Leaf) -> bool:
         """Record what to read for a leaf; return whether the checkpoint has it."""
+        part = item.part
         is_tensor = isinstance(leaf.value, torch.Tensor)
         if key in (self.manifest.objects if is_tensor else self.manifest.tensors):
             here, there = ("a tensor", "a value") if is_tensor else ("a value", "a tensor")
@@ -261,8 +266,8 @@ class _Matching:
         if is_tensor and key in self.manifest.tensors:
             if self._initializes_instead(part, key, leaf.value):
                 return False
-            part.taken[leaf.path] = name
-            self._read_tensor(part, name, key, leaf.value)
+            item.taken[leaf.path] = name
+            self._read_tensor(item, name, key, leaf.value)
             return True
         if key not in self.manifest.objects:
             return False
@@ -273,7 +278,7 @@ class _Matching:
             _is_empty(leaf.value) and decode(key, value) == leaf.value
         ):
             check_put(part.state, leaf.path)
-            part.values[leaf.path] = decode(key, value)
+            item.values[leaf.path] = decode(key, value)
         return True
 
     def _initializes_instead(self, part: Part, key: str, tensor: torch.Tensor) -> bool:
@@ -290,8 +295,9 @@ class _Matching:
             return ""
         return "; strict=False with initialize_missing=True initialises it, as for a new head"
 
-    def _read_tensor(self, part: Part, name: str, key: str, tensor: torch.Tensor) -> None:
+    def _read_tensor(self, item: PartPlan, name: str, key: str, tensor: torch.Tensor) -> None:
         """Record the segments of a tensor, and what to read each into."""
+        part = item.part
         entry = self.manifest.tensors[key]
         entry.check_known(key, self.plan.location)
         (dtype, described, blocks), tensors = tensor_state(key, tensor)
@@ -314,7 +320,7 @@ class _Matching:
             segments = segments_of(key, entry, box)
             self.plan.segments += segments
             self.plan.targets += [
-                partial(_materialized, part, name, place, box, segment.inner)
+                partial(_materialized, item, name, place, box, segment.inner)
                 if is_deferred_here
                 else _inside(tensors[place], box, segment.inner)
                 for segment in segments
@@ -336,7 +342,7 @@ class _Matching:
 
     def _check_missing(self) -> None:
         missing = self.plan.missing
-        bad = [key for key, (part, leaf) in missing.items() if self._is_bad(key, part, leaf)]
+        bad = [key for key, (one, leaf) in missing.items() if self._is_bad(key, one.part, leaf)]
         if bad:
             waiting = any(is_waiting(missing[key][1].value) for key in bad)
             raise MismatchError(
@@ -353,7 +359,9 @@ class _Matching:
         ends = [key for key in self.order if f".{key}".endswith(f".{first}")]
         starts = [key.removesuffix(first) for key in ends]
         fits = [start for start in starts if all(start + name in self.order for name in rest)]
-        if fits and len(self.plan.missing) == sum(len(part.leaves) for part in self.plan.parts):
+        if fits and len(self.plan.missing) == sum(
+            len(item.part.leaves) for item in self.plan.parts
+        ):
             return " or ".join(f"prefix={start!r}" for start in fits[:2]) + " finds them, "
         inner = [key for key in self.order if f".{bad[0]}".endswith(f".{key}")]
         near = ends or inner or get_close_matches(bad[0], [*self.order][:_COMPARED], n=_NEAR)
@@ -366,7 +374,7 @@ class _Matching:
         return not (isinstance(part, OptimizerPart) and may_lack(part, key, self.manifest))
 
     def _check_unexpected(self) -> None:
-        for part in self.plan.parts:
+        for part in (item.part for item in self.plan.parts):
             extra = [key for key in self.plan.unexpected if key.startswith(part.start)]
             if part.owner is not None and extra:
                 advice = (
@@ -380,11 +388,11 @@ class _Matching:
                 )
 
 
-def _materialized(part: Part, name: str, place: int, box: Box, inner: Box) -> torch.Tensor:
+def _materialized(item: PartPlan, name: str, place: int, box: Box, inner: Box) -> torch.Tensor:
     """Return ``inner``, in coordinates of the whole tensor, of ``box``, the ``place``-th block of a
     tensor that was deferred when it was compared.
     """
-    block = tensor_state(name, part.tensor(name)).tensors[place]
+    block = tensor_state(name, item.tensor(name)).tensors[place]
     return _inside(block, box, inner)
 
 

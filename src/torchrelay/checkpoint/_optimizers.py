@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -78,7 +78,11 @@ def numbered(part: OptimizerPart, manifest: Manifest) -> dict[int, torch.Tensor]
 
 
 def check_state(
-    part: OptimizerPart, manifest: Manifest, keys: Sequence[str], location: str
+    part: OptimizerPart,
+    parameters: Mapping[int, torch.Tensor],
+    manifest: Manifest,
+    keys: Sequence[str],
+    location: str,
 ) -> None:
     """Compare the state in the checkpoint with the parameters here.
 
@@ -92,7 +96,7 @@ def check_state(
         if section == "param_groups":
             here: Any = range(len(part.owner.param_groups))
         elif section == "state":
-            here = part.parameters
+            here = parameters
         else:
             continue
         if isinstance(place, int) and place not in here:
@@ -107,7 +111,7 @@ def check_state(
     kind = type(part.owner)
     is_like = kind.__module__.startswith("torch.optim") and kind.__name__ not in _OTHER_SHAPES
     for name, saved in shapes.items():
-        own = {place: tuple(part.parameters[place].shape) for place in saved}
+        own = {place: tuple(parameters[place].shape) for place in saved}
         if saved != own and (is_like or Counter(saved.values()) == Counter(own.values())):
             place = next(place for place in saved if saved[place] != own[place])
             raise MismatchError(

@@ -11,27 +11,21 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Mapping, MutableMapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from torchrelay import _torch
 from torchrelay.checkpoint._state import (
-    ORDINARY,
     Index,
     Leaf,
     flatten,
-    insert,
-    is_nested,
     is_stateful,
     key_of,
     state_dict_of,
 )
-from torchrelay.checkpoint._subclasses import SUBCLASS, joined
-from torchrelay.checkpoint._tensors import is_waiting
-from torchrelay.checkpoint._types import TensorEntry
 from torchrelay.deferred import is_deferred
-from torchrelay.errors import ArgumentError, DeferredError
+from torchrelay.errors import ArgumentError
 
 __all__ = ["ModulePart", "OptimizerPart", "Part", "parts_of_state"]
 
@@ -45,38 +39,39 @@ def _is_trusted(*functions: Any) -> bool:
 
 
 class Part:
-    """A stateful object of the state; without an owner, the rest of it.
+    """A stateful object of the state; without an owner, the rest of it. Never changed.
 
     Attributes:
         start: what its keys begin with in the checkpoint.
+        own_code: the beginnings of the names that go through code of the owner's own.
         state, leaves: what it has now.
-        paths: of what it is given, in the order of the checkpoint.
-        taken: the names of the tensors that are read, by path.
-        values: the other values, by path.
-        memory: what tensors are read into that do not go into those of the state.
-        waiting: the names of deferred tensors that are read.
     """
 
-    def __init__(self, start: str, owner: Any = None, state: Any = None) -> None:
-        self.owner = owner
-        self.start = start
-        self.own_code = () if owner is None else self._own_code()
-        self.state = state
-        if owner is not None:
+    def __init__(
+        self,
+        start: str,
+        owner: Any = None,
+        state: Any = None,
+        leaves: Mapping[str, Leaf] = MappingProxyType({}),
+    ) -> None:
+        self.owner, self.start = owner, start
+        if owner is None:
+            self.own_code: tuple[str, ...] = ()
+            self.state, self.leaves = state, leaves
+        else:
+            self.own_code = self._own_code()
             self.state = state_dict_of(start.removesuffix("."), owner, self._state_now)
-        self.leaves: dict[str, Leaf] = {} if owner is None else flatten(self.state)
-        self.paths: list[Path] = []
-        self.taken: dict[Path, str] = {}
-        self.values: dict[Path, Any] = {}
-        self.memory: dict[str, torch.Tensor] = {}
-        self.waiting: list[str] = []
+            self.leaves = flatten(self.state)
+
+    def renewed(self) -> Part:
+        """Return the part anew, because tensors of the owner are materialised now."""
+        return type(self)(self.start, self.owner)
 
     @property
     def label(self) -> str:
         return f"{type(self.owner).__name__} {self.start.removesuffix('.')!r}"
 
     def _own_code(self) -> tuple[str, ...]:
-        """Return the beginnings of the names that go through code of the owner's own."""
         functions = (self.owner.state_dict, self.owner.load_state_dict)
         return () if _is_trusted(*functions) else ("",)
 
@@ -95,76 +90,11 @@ class Part:
         """Return the path of a leaf as the owner wants it."""
         return path
 
-    def parameter(self, path: Path) -> torch.Tensor | None:
-        """Return the parameter that a leaf belongs to, of an optimizer."""
-        return None
-
-    def tensor(self, name: str) -> torch.Tensor:
-        """Return what a tensor is read into."""
-        found: torch.Tensor = self.memory[name] if name in self.memory else self.leaves[name].value
-        return found
-
-    def buffer(self, name: str, key: str, entry: TensorEntry, path: Path) -> torch.Tensor:
-        """Return what a tensor of the checkpoint is read into, made if the owner has none."""
-        fresh = self.leaves[name].value if name in self.leaves else None
-        dtype: torch.dtype = getattr(torch, entry.dtype.name)
-        if isinstance(fresh, torch.Tensor):
-            if (tuple(fresh.shape), fresh.dtype) != (entry.shape, dtype):
-                self.memory[name] = torch.empty(entry.shape, dtype=dtype, device=fresh.device)
-            elif self.is_own(name):
-                self.memory[name] = _blank(fresh)
-        else:
-            like = self.parameter(path)
-            self.memory[name] = _blank_of(key, entry.shape, dtype, like, ".@" in name)
-        return self.tensor(name)
-
-    def renew(self) -> None:
-        """Read the owner's state again, because its tensors are materialised now."""
-        self.state = self._state_now()
-        self.leaves = flatten(self.state)
-        for name in filter(self.is_own, self.waiting):
-            self.memory[name] = _blank(self.leaves[name].value)
-
-    def given(self, *, strict: bool, lacking: set[str], is_foreign: bool) -> Any:
-        """Return the state to give to the owner. ``lacking`` are the leaves that the checkpoint
-        lacks.
-        """
-        tree: dict[Any, Any] = {}
-        for path in self.paths:
-            is_tensor = path in self.taken
-            insert(tree, path, self.tensor(self.taken[path]) if is_tensor else self.values[path])
-        return self._completed(self._shaped(tree, self.state, is_foreign), strict, lacking)
-
-    def _completed(self, given: Any, strict: bool, lacking: set[str]) -> Any:
+    def completed(self, given: Any, strict: bool, lacking: set[str]) -> Any:
         """Add what the owner has and the checkpoint lacks."""
         for name, value in self.state.items():
             given.setdefault(name, value)
         return given
-
-    def _shaped(self, tree: Any, fresh: Any, is_foreign: bool, path: Path = ()) -> Any:
-        """Return ``tree`` with the types of containers and tensors that the owner has there."""
-        if is_foreign and isinstance(fresh, Mapping) and isinstance(tree, list):
-            tree = dict(enumerate(tree))  # DCP stores keys that are integers as indices
-        if isinstance(tree, dict):
-            shaped = {
-                name: self._shaped(tree[name], _member(fresh, name), is_foreign, (*path, name))
-                for name in tree
-            }
-            if SUBCLASS in tree:
-                wrapper = fresh if isinstance(fresh, torch.Tensor) else None
-                key = f"{self.start}{key_of(path)}"
-                return joined(key, shaped, wrapper, self.parameter(path))
-            return _like(shaped, fresh)
-        if isinstance(tree, list) and any(isinstance(one, torch.Tensor | dict) for one in tree):
-            items = [
-                self._shaped(item, _member(fresh, index), is_foreign, (*path, Index(index)))
-                for index, item in enumerate(tree)
-            ]
-            if isinstance(fresh, tuple) and is_nested(fresh):  # else it is stored as one value
-                made = getattr(fresh, "_make", type(fresh))
-                return made(items) if len(items) == len(fresh) else tuple(items)
-            return items
-        return tree
 
     def hand_over(self, given: Any, *, strict: bool) -> Any:
         """Call the owner's ``load_state_dict``; return what it returns."""
@@ -214,7 +144,7 @@ class ModulePart(Part):
     def is_free(self, name: str) -> bool:
         return self.is_own(name) or name.rpartition(".")[2] == _EXTRA
 
-    def _completed(self, given: Any, strict: bool, lacking: set[str]) -> Any:
+    def completed(self, given: Any, strict: bool, lacking: set[str]) -> Any:
         state = copy.copy(self.state)  # with the versions of its modules
         for name in [*state]:
             # What is lacking with ``strict`` was initialised, or is another name of a tied tensor.
@@ -232,10 +162,6 @@ class ModulePart(Part):
 class OptimizerPart(Part):
     """An optimizer, whose state and groups are numbered."""
 
-    def __init__(self, start: str, owner: Any) -> None:
-        super().__init__(start, owner)
-        self.parameters: dict[int, torch.Tensor] = {}  # by their numbers in the checkpoint
-
     def _own_code(self) -> tuple[str, ...]:
         owner = self.owner
         hooks = (
@@ -252,18 +178,14 @@ class OptimizerPart(Part):
             rest[0] = int(rest[0]) if section == "state" else Index(rest[0])
         return (section, *rest)
 
-    def parameter(self, path: Path) -> torch.Tensor | None:
-        number = next((step for step in path[1:] if isinstance(step, int)), None)
-        return None if number is None or path[0] == "param_groups" else self.parameters.get(number)
-
-    def _completed(self, given: Any, strict: bool, lacking: set[str]) -> Any:
+    def completed(self, given: Any, strict: bool, lacking: set[str]) -> Any:
         saved = given.get("param_groups", [])
         groups = [
             {**group, **(saved[index] if index < len(saved) else {})}
             for index, group in enumerate(self.state["param_groups"])
         ]
         given = {**given, "state": given.get("state", {}), "param_groups": groups}
-        return super()._completed(given, strict, lacking)
+        return super().completed(given, strict, lacking)
 
 
 def parts_of_state(state: Any, prefix: str) -> list[Part]:
@@ -278,13 +200,14 @@ def parts_of_state(state: Any, prefix: str) -> list[Part]:
         raise ArgumentError(
             f"a state is a dictionary, a module or has state_dict(); got {type(state).__name__}"
         )
-    parts, rest = [], Part(prefix, state=state)
+    parts: list[Part] = []
+    leaves: dict[str, Leaf] = {}
     for key, leaf in flatten(state).items():
         if is_stateful(leaf.value):
             parts.append(_part(f"{prefix}{key_of(leaf.path)}.", leaf.value))
         else:
-            rest.leaves[key] = leaf
-    return [*parts, rest]
+            leaves[key] = leaf
+    return [*parts, Part(prefix, state=state, leaves=leaves)]
 
 
 def _part(start: str, owner: Any) -> Part:
@@ -302,67 +225,6 @@ def _takes(function: Callable[..., Any], name: str) -> bool:
     """Return whether a function has a keyword argument."""
     parameters = inspect.signature(function).parameters
     return name in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
-
-
-def _blank(tensor: Any) -> torch.Tensor:
-    """Return new memory of the kind of ``tensor``; itself, if only its class can make some."""
-    kind = _torch.sharding_of(tensor)
-    if kind == "dtensor":
-        local = _blank(tensor._local_tensor)
-        return _torch.dtensor_of(local, tensor, tensor.shape, tensor.stride())
-    if kind == "shards":
-        return tensor  # type: ignore[no-any-return]
-    tensor = tensor.detach()
-    if type(tensor) not in ORDINARY:
-        tensor = tensor.as_subclass(torch.Tensor)
-    return torch.empty_like(tensor)
-
-
-def _blank_of(
-    key: str, shape: tuple[int, ...], dtype: torch.dtype, like: torch.Tensor | None, is_part: bool
-) -> torch.Tensor:
-    """Return memory for a tensor that the owner does not have yet.
-
-    Args:
-        like: the parameter that the tensor belongs to: one of its shape is sharded as it is.
-        is_part: whether the tensor is of one rank's part of ``like``.
-
-    Raises:
-        DeferredError: the parameter is deferred.
-    """
-    if like is not None and is_waiting(like):
-        raise DeferredError(
-            f"{key}: the parameter of the optimizer is deferred; load the module first, then make "
-            "and load the optimizer"
-        )
-    if like is None or not shape:
-        return torch.empty(shape, dtype=dtype, device="cpu")  # load_state_dict() moves it
-    with torch.no_grad():
-        if shape == tuple(like.shape) and not is_part:
-            return torch.empty_like(like, dtype=dtype, requires_grad=False)
-        return torch.empty(shape, dtype=dtype, device=like.device)
-
-
-def _member(container: Any, name: Any) -> Any:
-    """Return what a container of the owner has under a name, if it has it."""
-    if isinstance(container, Mapping):
-        return container.get(name)
-    if isinstance(container, list | tuple):
-        return container[name] if isinstance(name, int) and name < len(container) else None
-    if isinstance(container, torch.Tensor) and isinstance(name, str):
-        is_block = name.startswith("@")
-        return container._local_tensor if is_block else getattr(container, name, None)  # type: ignore[attr-defined]
-    return None
-
-
-def _like(items: dict[Any, Any], fresh: Any) -> Any:
-    """Return a dictionary of the type that the owner has."""
-    if not isinstance(fresh, MutableMapping) or type(fresh) is dict:
-        return items
-    made = copy.copy(fresh)
-    made.clear()
-    made.update(items)
-    return made
 
 
 def _is_empty(value: Any) -> bool:
