@@ -325,11 +325,13 @@ def emptied(switcher: Switcher) -> torch.Tensor:
 
 
 def end_worker(switcher: Switcher) -> None:
-    """Kill the only worker: the request waits for a new process that imports torch and builds the
-    modules.
+    """Kill the only worker, and what it was forked from: the request waits for a new process that
+    imports torch and builds the modules.
     """
-    (worker,) = switcher._daemon.fleet.workers
-    os.kill(worker.pid, signal.SIGKILL)
+    fleet = switcher._daemon.fleet
+    assert fleet.server is not None
+    for pid in (fleet.server.process.pid, fleet.workers[0].pid):
+        os.kill(pid, signal.SIGKILL)
 
 
 def throughput(

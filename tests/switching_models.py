@@ -323,6 +323,13 @@ def brittle(broken: str) -> nn.Module:
     return Slow()
 
 
+def patient(held: str) -> nn.Module:
+    """Does not return while the file `held` exists."""
+    while os.path.exists(held):
+        time.sleep(0.01)
+    return Slow()
+
+
 def popping(config: dict[str, int]) -> nn.Module:
     """Takes its argument out of a dict."""
     return nn.Linear(config.pop("width"), 8)

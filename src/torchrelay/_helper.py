@@ -19,10 +19,9 @@ from array import array
 from collections.abc import Sequence
 from typing import Any
 
-from torchrelay import _native
 from torchrelay.errors import PeerLostError, ProtocolError
 
-__all__ = ["Channel", "HelperProcess", "code_command", "module_command"]
+__all__ = ["Channel", "HelperProcess", "code_command", "describe_exit", "module_command"]
 
 # A peer that does not receive what was sent before is given up.
 _STALL_TIMEOUT_S = 30
@@ -76,7 +75,7 @@ class Channel:
         if len(data) <= _PACKET_BYTES:
             self._send(data, descriptors)
             return
-        with os.fdopen(_native.anonymous_file("torchrelay-message"), "wb") as file:
+        with os.fdopen(os.memfd_create("torchrelay-message", os.MFD_CLOEXEC), "wb") as file:
             file.write(data)
             file.flush()
             self._send(_IN_FILE, [file.fileno(), *descriptors])
@@ -204,12 +203,16 @@ class HelperProcess:
     def exit_reason(self) -> str:
         """Describe how the process ended; its channel closes a moment before it does."""
         self.wait(1.0)
-        code = self.exit_code
-        if code is None:
-            return "closed its channel"
-        if code < 0:
-            return f"was killed by {signal.Signals(-code).name}"
-        return f"ended with exit code {code}"
+        return describe_exit(self.exit_code)
+
+
+def describe_exit(code: int | None) -> str:
+    """Describe an exit code; None is that of a process that is not known to have exited."""
+    if code is None:
+        return "closed its channel"
+    if code < 0:
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"ended with exit code {code}"
 
 
 def code_command(code: str) -> list[str]:

@@ -195,14 +195,7 @@ class Daemon:
                 for block in self.residency.arena.blocks()
             ],
             "models": [self._model(served) for _, served in sorted(self.catalog.models.items())],
-            "workers": [
-                {
-                    "pid": worker.pid,
-                    "state": worker.user.does if worker.user is not None else "standby",
-                    "model": worker.last_model,
-                }
-                for worker in self.fleet.workers
-            ],
+            "workers": self.fleet.status(),
             "worker_deaths": self.fleet.deaths,
             "queue": [
                 {

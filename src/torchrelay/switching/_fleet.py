@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import os
@@ -12,7 +11,6 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
-from torchrelay._helper import HelperProcess, module_command
 from torchrelay.config import Switching
 from torchrelay.errors import (
     OperationTimeoutError,
@@ -25,6 +23,7 @@ from torchrelay.errors import (
 from torchrelay.switching import _messages
 from torchrelay.switching._cache import SharedCache
 from torchrelay.switching._contract import align
+from torchrelay.switching._fork_server import ForkServer, Start
 from torchrelay.switching._owner import Owner
 from torchrelay.switching._request_buffer import BufferPool
 
@@ -32,7 +31,6 @@ __all__ = ["Fleet", "WorkerProcess", "WorkerUser"]
 
 _log = logging.getLogger("torchrelay.switching")
 
-PROGRAM = module_command("torchrelay.switching._worker")
 _FAILED_STARTS = 3  # in a row, from which on requests fail instead of waiting
 _RETRY_S = 2.0
 _PARTS_AT_ONCE = 64  # descriptors of the arena that are open at a time
@@ -53,18 +51,16 @@ class WorkerUser(Protocol):
 class WorkerProcess:
     """A started worker: its process, request buffers, and what it works for."""
 
-    def __init__(self, cache: SharedCache, options: Switching) -> None:
-        """Start a process, one of `options.workers` that share the device.
+    def __init__(self, server: ForkServer, cache: SharedCache, options: Switching) -> None:
+        """Let `server` start a process, one of `options.workers` that share the device.
 
         Raises:
             OSError, SegmentError: no memory, descriptors or processes are left.
+            PeerLostError, ProtocolError: the server has died, or does not answer.
         """
         self.buffers = BufferPool(align(options.request_bytes))
-        described = json.dumps(cache.describe(read_only=True))
-        self.process = HelperProcess(
-            [*PROGRAM, described, str(options.threads), str(options.workers)],
-            [buffer.descriptor for buffer in self.buffers.all],
-        )
+        start = Start(cache.describe(read_only=True), options.threads, options.workers)
+        self.process = server.start(start, [one.descriptor for one in self.buffers.all])
         self.channel = self.process.channel
         self.pid = self.process.pid
         self.user: WorkerUser | None = None  # None: it is idle
@@ -139,12 +135,19 @@ class Fleet:
         self.cache = cache
         self.workers: list[WorkerProcess] = []
         self.deaths = 0
+        self.server: ForkServer | None = None
+        self._server_due = 0.0  # when it must have imported what workers need
         self._owner = owner
         self._options = options
         self._is_closing = False
         self._failed_starts = 0
         self._next_start = 0.0
         self._problem = ""
+
+    @property
+    def is_importing(self) -> bool:
+        """Whether the server that workers are forked from is not ready."""
+        return self.server is not None and self.server.can_fork is None
 
     @property
     def broken(self) -> UnavailableError | None:
@@ -182,8 +185,11 @@ class Fleet:
 
     def check(self) -> None:
         """Start workers where that is due, and replace those that take too long."""
-        self._fill()
         now = time.monotonic()
+        if self.server is not None and self.is_importing and self._server_due <= now:
+            self._end(self.server)
+            self._start_failed(f"it took more than {self._options.start_timeout_s:g} s")
+        self._fill()
         for worker in [one for one in self.workers if one.due <= now]:
             worker.is_late = True
             self.lose(worker, f"took more than {worker.limit_s:g} s")
@@ -192,7 +198,7 @@ class Fleet:
         """Return when to call :meth:`check` again."""
         moments = [worker.due for worker in self.workers]
         if len(moments) < self._options.workers:
-            moments.append(self._next_start)
+            moments.append(self._server_due if self.is_importing else self._next_start)
         return min(moments)
 
     def unmap(self, groups: list[tuple[str, int]]) -> None:
@@ -236,6 +242,16 @@ class Fleet:
             if received is not None and worker.user is not None:
                 worker.user.on_message(worker, *received)
 
+    def status(self) -> list[dict[str, Any]]:
+        """Return the workers, and the process that they will be forked from, for people."""
+        found = [
+            (one.pid, one.user.does if one.user else "standby", one.last_model)
+            for one in self.workers
+        ]
+        if self.server is not None and self.is_importing:
+            found.append((self.server.process.pid, self.does, ""))
+        return [{"pid": pid, "state": state, "model": model} for pid, state, model in found]
+
     def close(self, timeout_s: float) -> None:
         """Ask all workers to end, and kill those that have not after `timeout_s`."""
         self._is_closing = True
@@ -249,20 +265,49 @@ class Fleet:
             worker.process.wait(max(0.0, deadline - time.monotonic()))
         while self.workers:
             self.workers.pop().end("was closed")
+        if self.server is not None:
+            self._end(self.server)
 
     def _fill(self) -> None:
         """Start workers until there are enough; after a failure, some time later."""
         while len(self.workers) < self._options.workers and not self._is_closing:
-            if time.monotonic() < self._next_start:
+            if self.is_importing or time.monotonic() < self._next_start:
                 return
             try:
-                worker = WorkerProcess(self.cache, self._options)
-            except (OSError, SegmentError) as error:
+                if self.server is None:
+                    self.server = ForkServer()
+                    self._server_due = time.monotonic() + self._options.start_timeout_s
+                    descriptor = self.server.channel.fileno()
+                    self._owner.watch(descriptor, partial(self._read_server, self.server))
+                    return
+                worker = WorkerProcess(self.server, self.cache, self._options)
+            except (OSError, PeerLostError, ProtocolError, SegmentError) as error:
+                if self.server is not None and isinstance(error, PeerLostError | ProtocolError):
+                    self._end(self.server)
                 self._start_failed(str(error))
                 return
+            if not self.server.can_fork:  # it is the worker
+                self._owner.unwatch(self.server.channel.fileno())
+                self.server = None
             worker.work_for(self, self._options.start_timeout_s)
             self.workers.append(worker)
             self._owner.watch(worker.channel.fileno(), partial(self._read, worker))
+
+    def _read_server(self, server: ForkServer) -> None:
+        """Note that the server can start workers, or has died, and its workers with it."""
+        try:
+            received = server.channel.receive(0)
+        except (PeerLostError, ProtocolError):
+            self._end(server)
+            self._start_failed(server.process.exit_reason())
+        else:
+            if received is not None:
+                server.can_fork = received[0]
+
+    def _end(self, server: ForkServer) -> None:
+        self._owner.unwatch(server.channel.fileno())
+        server.end()
+        self.server = None
 
     def _start_failed(self, reason: str) -> None:
         self._failed_starts += 1

@@ -1,6 +1,6 @@
 """The worker process: keeps modules ready, and runs one request at a time on read-only weights.
 
-Started by the daemon (:mod:`._fleet`). It ends when the daemon does.
+Forked from a process that the daemon started (:mod:`._fork_server`), with which it ends.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
-import json
 import os
 import signal
 import socket
@@ -19,14 +18,17 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
+import torchrelay.deferred._materialization  # noqa: F401 - so that workers have it
 from torchrelay import _torch
 from torchrelay._helper import Channel
 from torchrelay.errors import ArgumentError, ModelError, PeerLostError, to_json
 from torchrelay.switching import _messages, _training
 from torchrelay.switching._binding import Arrivals, Binding
 from torchrelay.switching._cache import SharedCache
+from torchrelay.switching._fork_server import serve
 from torchrelay.switching._layout import Grouped
 from torchrelay.switching._profile import Output, Profile, profile_module
 from torchrelay.switching._request_buffer import RequestBuffer, Written
@@ -337,11 +339,9 @@ def _parts(channel: Channel, count: int) -> Iterator[int]:
         first += len(received[1])
 
 
-def main() -> None:
-    """Run a worker over the descriptors inherited from the daemon."""
-    described, *numbers = sys.argv[1:]
-    threads, workers, socket_fd, *requests = map(int, numbers)
-    # The daemon may be killed while a request computes for long.
+def _follow_daemon() -> None:
+    """End with the daemon, or with the server that was forked from, which ends with the daemon."""
+    # It may be killed while a request computes for long.
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     # Ctrl-C, and systemd's SIGTERM, reach the whole group; the daemon decides.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -349,15 +349,23 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: None)
     signal.siginterrupt(signal.SIGTERM, False)
     os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
-    if threads:
-        torch.set_num_threads(threads)
-    channel = Channel(socket.socket(fileno=socket_fd))
+
+
+def main() -> None:
+    """Serve as what workers are forked from, and run a worker in each such process. The last
+    argument is the descriptor of a channel to the daemon.
+    """
+    _follow_daemon()
     try:
-        header = json.loads(described)
-        cache = SharedCache.from_descriptors(header, _parts(channel, header["parts"]))
+        channel, start, requests = serve(Channel(socket.socket(fileno=int(sys.argv[-1]))))
+        _follow_daemon()
+        np.random.seed()  # as Python does with its own generator, after a fork
+        if start.threads:
+            torch.set_num_threads(start.threads)
+        cache = SharedCache.from_descriptors(start.arena, _parts(channel, start.arena["parts"]))
         buffers = [RequestBuffer.open(one) for one in requests]
         if cache.device.type == "cuda":
-            _prepare_cuda(cache.device, cache.size_bytes, workers)
+            _prepare_cuda(cache.device, cache.size_bytes, start.workers)
         ModelRunner(channel, cache, buffers).run()
     except PeerLostError:
         sys.exit(0)  # the daemon has exited

@@ -29,7 +29,7 @@ from torchrelay.errors import (
     SegmentError,
     UnavailableError,
 )
-from torchrelay.switching import ModelStore, Switcher, _fleet
+from torchrelay.switching import ModelStore, Switcher, _fork_server
 from waiting import eventually
 
 # The first test of the file starts three processes that import torch: minutes where many others
@@ -139,16 +139,66 @@ def test_a_worker_killed_during_a_copy_leaves_the_arena_right(switcher: Switcher
     assert not any(model["pinned"] for model in switcher.status()["models"])
 
 
+def server_of(switcher: Switcher) -> int:
+    """The process that the workers are forked from."""
+    (pid,) = {parent_of(worker["pid"]) for worker in switcher.status()["workers"]}
+    return pid
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
+
+
 def test_killed_standby_workers_are_replaced(switcher: Switcher) -> None:
     two_standby(switcher)
-    before = pids(switcher, "standby")
+    before, server = pids(switcher, "standby"), server_of(switcher)
     for pid in before:
         os.kill(pid, signal.SIGKILL)
-    eventually(lambda: bool(pids(switcher, "starting")))
-    os.kill(pids(switcher, "starting")[0], signal.SIGKILL)
     assert switcher.infer("chain", {"x": X})["output"].shape == (1, 64)
     two_standby(switcher)
     assert not set(before) & set(pids(switcher, "standby"))
+    assert server_of(switcher) == server
+
+
+def test_a_killed_server_of_workers_and_its_killed_successor_are_replaced(
+    switcher: Switcher,
+) -> None:
+    two_standby(switcher)
+    before, server = pids(switcher, "standby"), server_of(switcher)
+    future = switcher.submit("slow", slow_inputs(4.0))
+    eventually(lambda: bool(pids(switcher, "running")))
+    os.kill(server, signal.SIGKILL)
+    eventually(lambda: bool(pids(switcher, "starting")))
+    (successor,) = pids(switcher, "starting")
+    os.kill(successor, signal.SIGKILL)
+    assert future.result(WAIT_S).outputs["output"].shape == (1, 8)
+    assert switcher.infer("chain", {"x": X})["output"].shape == (1, 64)
+    two_standby(switcher)
+    assert not set(before) & set(pids(switcher, "standby"))
+    assert server_of(switcher) not in (server, successor)
+
+
+def test_workers_that_start_later_run_the_code_that_was_read(
+    switcher: Switcher, store: ModelStore, tmp_path: Path
+) -> None:
+    file = tmp_path / "own.py"
+    (tmp_path / "own_part.py").write_text("def scale(): return 2.0\n")
+    file.write_text(
+        "import torch, own_part\n"
+        "class Own(torch.nn.Module):\n"
+        "    def forward(self, x): return own_part.scale() * x\n"
+    )
+    store.add("own", f"{file}:Own", inputs={"x": X})
+    switcher.load("own", timeout_s=WAIT_S)
+    file.write_text("raise SystemExit\n")
+    (tmp_path / "own_part.py").write_text("def scale(): return 3.0\n")
+    two_standby(switcher)
+    for pid in (*pids(switcher, "standby"), server_of(switcher)):
+        os.kill(pid, signal.SIGKILL)
+        eventually(lambda pid=pid: pid not in pids(switcher, "standby"))  # type: ignore[misc]
+        assert torch.equal(switcher.infer("own", {"x": X})["output"], 2.0 * X)
+    switcher.unload("own")
+    store.remove("own")
 
 
 def test_a_request_that_kills_every_worker_ends_in_an_error(switcher: Switcher) -> None:
@@ -236,8 +286,11 @@ def test_workers_that_do_not_start_are_tried_again(
     ) as made:
         made.load("slow", timeout_s=WAIT_S)
         with monkeypatch.context() as patch:
-            patch.setattr(_fleet, "PROGRAM", [sys.executable, "-c", "import sys; sys.exit(7)"])
-            os.kill(made.status()["workers"][0]["pid"], signal.SIGKILL)
+            program = [sys.executable, "-c", "import sys; sys.exit(7)"]
+            patch.setattr(_fork_server, "PROGRAM", program)
+            (before,) = pids(made, "standby")
+            os.kill(server_of(made), signal.SIGKILL)
+            eventually(lambda: before not in pids(made, "standby"))
             with pytest.raises(UnavailableError, match=r"3 workers did not start.*exit code 7"):
                 made.infer("slow", slow_inputs(0.0))
             with pytest.raises(UnavailableError, match=r"workers did not start.*exit code 7"):
@@ -352,6 +405,33 @@ def test_a_first_run_that_fails_to_copy_fails_the_load(
 
 def broken(copies: object) -> Callable[[], None]:
     raise SegmentError("the link is down")
+
+
+def test_unloading_a_model_that_a_standby_builds_kills_nothing(
+    switcher: Switcher, store: ModelStore, tmp_path: Path
+) -> None:
+    held = tmp_path / "held"
+    inputs = {"x": (torch.float32, (-1, 8)), "seconds": (torch.float32, ())}
+    store.add("patient", models.patient, kwargs={"held": str(held)}, inputs=inputs)
+    switcher.load("patient", timeout_s=WAIT_S)
+    two_standby(switcher)
+    held.touch()
+    os.kill(pids(switcher, "standby")[0], signal.SIGKILL)
+    eventually(lambda: bool(pids(switcher, "loading")))
+    before = switcher.status()
+    switcher.unload("patient")
+    with pytest.raises(NotFoundError):
+        switcher.infer("patient", slow_inputs(0.0))
+    assert switcher.infer("slow", slow_inputs(0.0))["output"].shape == (1, 8)
+    held.unlink()
+    two_standby(switcher)
+    after = switcher.status()
+    assert after["worker_deaths"] == before["worker_deaths"]
+    assert {one["pid"] for one in after["workers"]} == {one["pid"] for one in before["workers"]}
+    switcher.load("patient", timeout_s=WAIT_S)
+    assert switcher.infer("patient", slow_inputs(0.0))["output"].shape == (1, 8)
+    switcher.unload("patient")
+    store.remove("patient")
 
 
 def test_a_model_replaced_while_it_is_profiled_gets_a_profile_of_its_own(

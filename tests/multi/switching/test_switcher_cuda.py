@@ -17,7 +17,7 @@ import torch
 
 import switching_models as models
 from torchrelay.errors import ArgumentError, ModelError, SegmentError
-from torchrelay.switching import ModelStore, Switcher, _fleet
+from torchrelay.switching import ModelStore, Switcher, _fork_server
 
 driver_module = pytest.importorskip("cuda.bindings.driver", reason="needs the [cuda] extra")
 FOLDER = Path(__file__).parents[2] / "unit" / "switching"
@@ -41,7 +41,8 @@ WIDTH, DEPTH = 200, 6
 def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     fake = fake_driver.FakeDriver()
     fake_driver.install(fake, monkeypatch.setattr)
-    monkeypatch.setattr(_fleet, "PROGRAM", [sys.executable, str(FOLDER / "fake_cuda_worker.py")])
+    program = [sys.executable, str(FOLDER / "fake_cuda_worker.py")]
+    monkeypatch.setattr(_fork_server, "PROGRAM", program)
     yield fake
     gc.collect()
     fake.assert_nothing_left()

@@ -169,5 +169,7 @@ class Repository:
     def _entry(self, name: str) -> ModelEntry:
         if name not in self.entries:
             names = ", ".join(sorted(self.entries)) or "none"
-            raise NotFoundError(f"the models file has no model {name!r}; it has {names}")
+            raise NotFoundError(
+                f"the models file has no model {name!r}; at the start of the server it had {names}"
+            )
         return self.entries[name]
