@@ -33,7 +33,7 @@ def run(options: DemoOptions) -> NoReturn:
         )
     if options.data is not None:
         read_graph(options.data, allow_unseen=options.allow_unseen)
-    options = replace(options, launched_at=time.time(), report=report)
+    options = replace(options, launched_at=time.monotonic(), report=report)
     threads = max(1, len(os.sched_getaffinity(0)) // (options.nproc * options.hosts))
     environ = {
         "OMP_NUM_THREADS": str(threads),

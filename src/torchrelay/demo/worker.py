@@ -91,7 +91,7 @@ class Job:
         """Run what needs no process group, on rank 0: serving, and the report."""
         if self.options.serve:
             self._serve()
-        self.report.stage("all of it", time.time() - self.options.launched_at)
+        self.report.stage("all of it", time.monotonic() - self.options.launched_at)
         self.report.stages()
         self.report.write(self.options.report)
         self.report.line(f"report: {self.options.report}")
@@ -101,7 +101,7 @@ class Job:
         # size.
         materialize_module(deferred_init(ComplEx, 1, 1, 1))
         dist.barrier()
-        seconds = time.time() - self.options.launched_at
+        seconds = time.monotonic() - self.options.launched_at
         self.report.stage(f"start {self.world.size} processes", seconds)
 
     def _read(self) -> Graph:
