@@ -69,7 +69,7 @@ class DemoOptions:
         "report.html"
     )
     launched_at: float = 0.0
-    """When the processes were started, in seconds since the epoch."""
+    """When the processes were started, by ``time.monotonic()``."""
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), default=str)
