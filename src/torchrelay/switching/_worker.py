@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 import torch
 
-import torchrelay.deferred._materialization  # noqa: F401 - so that workers have it
 from torchrelay import _torch
 from torchrelay._helper import Channel
 from torchrelay.errors import ArgumentError, ModelError, PeerLostError, to_json
