@@ -121,13 +121,13 @@ class Communicator {
     return nullptr;
   }
 
-  std::shared_ptr<Transfer> send(Address data, std::size_t size_bytes, int to, std::int32_t tag,
+  std::shared_ptr<Transfer> send(Address data, std::size_t size_bytes, int to, std::int64_t tag,
                                  std::uint8_t code, double timeout_s) {
     refuse_in_child("send");
     return parts_->mailboxes.send({pointer(data), size_bytes}, to, tag, code, seconds(timeout_s));
   }
 
-  std::shared_ptr<Transfer> receive(Address data, std::size_t size_bytes, int from, std::int32_t tag,
+  std::shared_ptr<Transfer> receive(Address data, std::size_t size_bytes, int from, std::int64_t tag,
                                     std::uint8_t code, double timeout_s) {
     refuse_in_child("recv");
     return parts_->mailboxes.receive({pointer(data), size_bytes}, from, tag, code, seconds(timeout_s));

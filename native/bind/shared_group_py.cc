@@ -51,7 +51,9 @@ void register_ticket(nb::module_& module) {
           "function"_a, nb::sig("def when_done(self, function: collections.abc.Callable[[], None]) -> None"));
   nb::class_<Transfer>(module, "Transfer", "A send or receive in progress.")
       .def_prop_ro("ticket", &Transfer::ticket, nb::rv_policy::reference_internal)
-      .def_prop_ro("source", &Transfer::source);
+      .def_prop_ro("source", &Transfer::source)
+      .def_prop_ro("tag", &Transfer::tag)
+      .def_prop_ro("size_bytes", &Transfer::size_bytes);
 }
 
 void register_reduce(nb::module_& module) {

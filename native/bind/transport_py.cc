@@ -57,7 +57,7 @@ class HostCommunicator {
     const std::weak_ptr<nb::callable> weak = report_;  // it may hold what holds us
     messenger_ = make_process_owned<Messenger>(
         std::move(options), std::move(listener),
-        [this](Block block, int source, std::int32_t tag, std::uint8_t code,
+        [this](Block block, int source, std::int64_t tag, std::uint8_t code,
                std::chrono::nanoseconds timeout) {
           return local_->mailboxes().receive(block, index_here(source), tag, code, timeout, true);
         },
@@ -107,7 +107,7 @@ class HostCommunicator {
                        });
   }
 
-  std::shared_ptr<Transfer> send(torchrelay::Address data, std::size_t size_bytes, int to, std::int32_t tag,
+  std::shared_ptr<Transfer> send(torchrelay::Address data, std::size_t size_bytes, int to, std::int64_t tag,
                                  std::uint8_t code, double timeout_s) {
     require_usable("send");
     const Block block{pointer(data), size_bytes};
@@ -120,7 +120,7 @@ class HostCommunicator {
   }
 
   std::shared_ptr<Transfer> receive(torchrelay::Address data, std::size_t size_bytes, int source,
-                                    std::int32_t tag, std::uint8_t code, double timeout_s) {
+                                    std::int64_t tag, std::uint8_t code, double timeout_s) {
     require_usable("recv");
     return messenger_->receive({pointer(data), size_bytes}, source, tag, code, seconds(timeout_s));
   }

@@ -14,7 +14,7 @@ using Clock = std::chrono::steady_clock;
 constexpr std::size_t kPartsPerRing = 8;
 
 // Negative tags are ours.
-void require_tag(const char* operation, std::int32_t tag) {
+void require_tag(const char* operation, std::int64_t tag) {
   if (tag < 0)
     throw Error(Code::kArgument,
                 std::string(operation) + ": a tag must be 0 or more, not " + std::to_string(tag));
@@ -56,7 +56,7 @@ Mailboxes::Ring& Mailboxes::ring(int from, int to) const noexcept {
   return *reinterpret_cast<Ring*>(group_.mailbox(from, to));
 }
 
-std::shared_ptr<Transfer> Mailboxes::send(Block data, int to, std::int32_t tag, std::uint8_t code,
+std::shared_ptr<Transfer> Mailboxes::send(Block data, int to, std::int64_t tag, std::uint8_t code,
                                           std::chrono::nanoseconds timeout) {
   Operation operation;
   operation.name = "send";
@@ -73,12 +73,12 @@ std::shared_ptr<Transfer> Mailboxes::send(Block data, int to, std::int32_t tag, 
   return transfer;
 }
 
-std::shared_ptr<Transfer> Mailboxes::receive(Block data, int from, std::int32_t tag, std::uint8_t code,
+std::shared_ptr<Transfer> Mailboxes::receive(Block data, int from, std::int64_t tag, std::uint8_t code,
                                              std::chrono::nanoseconds timeout, bool has_begun) {
   Operation operation;
   operation.name = "recv";
   if (from != kAnyRank) group_.require_rank(operation.name, from);
-  require_tag(operation.name, tag);
+  if (tag > kLastAnyTag) require_tag(operation.name, tag);
   group_.throw_if_broken(operation);
   auto transfer = std::make_shared<Transfer>(data, from, tag, code, timeout);
   transfer->begun_ = has_begun;
@@ -112,6 +112,10 @@ bool Mailboxes::wait(Transfer& transfer, std::chrono::nanoseconds timeout, Patie
   const auto end = looked + timeout;
   std::exception_ptr stop;
   std::unique_lock guard(lock_);
+  if (timeout <= timeout.zero()) {
+    step(guard);
+    return transfer.ticket().done() && transfer.ticket().wait(timeout, {});
+  }
   ++waiters_;
   while (!transfer.ticket().done() && !stop) {
     if (!turn(guard, &transfer, patience, looked)) continue;
@@ -247,6 +251,7 @@ bool Mailboxes::open_frame(int from, std::vector<Ended>& ended) {
   in.take(capacity, at, reinterpret_cast<std::byte*>(&inbox.frame), sizeof(Frame));
   inbox.target = claim(from, inbox.frame.tag);
   if (inbox.target) {
+    inbox.target->found(from, inbox.frame.tag, inbox.frame.size_bytes);
     if (auto error = mismatch_of(*inbox.target, from, inbox.frame)) {
       ended.push_back({inbox.target, error});
       inbox.target = nullptr;
@@ -276,7 +281,6 @@ void Mailboxes::close_frame(int from, std::vector<Ended>& ended) {
   Inbox& inbox = inboxes_[static_cast<std::size_t>(from)];
   inbox.open = false;
   if (inbox.target) {
-    inbox.target->source_ = from;
     ended.push_back({std::move(inbox.target), nullptr});
   } else if (inbox.frame.tag >= 0) {
     inbox.unclaimed.emplace_back(inbox.frame, std::move(inbox.scratch));
@@ -304,10 +308,10 @@ bool Mailboxes::has_unread(int from) {
          (inboxes_[static_cast<std::size_t>(from)].open || wanted(from));
 }
 
-std::shared_ptr<Transfer> Mailboxes::claim(int from, std::int32_t tag) {
+std::shared_ptr<Transfer> Mailboxes::claim(int from, std::int64_t tag) {
   for (auto it = incoming_.begin(); it != incoming_.end(); ++it) {
     const auto transfer = *it;
-    if ((transfer->peer_ >= 0 && transfer->peer_ != from) || transfer->tag_ != tag) continue;
+    if (!transfer->accepts(from, tag)) continue;
     incoming_.erase(it);
     transfer->begun_ = true;
     return transfer;
@@ -318,14 +322,13 @@ std::shared_ptr<Transfer> Mailboxes::claim(int from, std::int32_t tag) {
 // Takes a message that is kept unclaimed, if there is one for this receive.
 bool Mailboxes::claim_aside(const std::shared_ptr<Transfer>& transfer, std::vector<Ended>& ended) {
   for (int from = 0; from < group_.size(); ++from) {
-    if (transfer->peer_ >= 0 && transfer->peer_ != from) continue;
     auto& unclaimed = inboxes_[static_cast<std::size_t>(from)].unclaimed;
     for (auto it = unclaimed.begin(); it != unclaimed.end(); ++it) {
-      if (it->first.tag != transfer->tag_) continue;
+      if (!transfer->accepts(from, it->first.tag)) continue;
       const auto error = mismatch_of(*transfer, from, it->first);
       if (!error && !it->second.empty())
         std::memcpy(transfer->data_.data, it->second.data(), it->second.size());
-      transfer->source_ = from;
+      transfer->found(from, it->first.tag, it->first.size_bytes);
       ended.push_back({transfer, error});
       unclaimed.erase(it);
       return true;

@@ -31,14 +31,15 @@ class Mailboxes {
 
   // Throw kArgument if there is no such rank or the tag is negative, or the group's earlier failure.
   // A message whose size or type is not what the receiver expects fails the receive with kMismatch.
-  std::shared_ptr<Transfer> send(Block data, int to, std::int32_t tag, std::uint8_t code,
+  std::shared_ptr<Transfer> send(Block data, int to, std::int64_t tag, std::uint8_t code,
                                  std::chrono::nanoseconds timeout);
   // One that has begun, because its message was announced, cannot be taken back: it breaks the group if it is
   // not done in time.
-  std::shared_ptr<Transfer> receive(Block data, int from, std::int32_t tag, std::uint8_t code,
+  std::shared_ptr<Transfer> receive(Block data, int from, std::int64_t tag, std::uint8_t code,
                                     std::chrono::nanoseconds timeout, bool has_begun = false);
 
-  // Drives transfers until this one is done; throws what it failed with. false: not done within timeout.
+  // Drives transfers until this one is done; throws what it failed with. false: not done within timeout. With
+  // none, it moves what can be moved at once.
   bool wait(Transfer& transfer, std::chrono::nanoseconds timeout, Patience patience,
             const std::function<void()>& poll);
 
@@ -49,8 +50,8 @@ class Mailboxes {
   struct Ring;
   struct Frame {
     std::uint64_t size_bytes;
-    std::int32_t tag;
-    std::uint32_t code;
+    std::int64_t tag;
+    std::uint64_t code;
   };
   // What is being read from one peer.
   struct Inbox {
@@ -76,7 +77,7 @@ class Mailboxes {
   void close_frame(int from, std::vector<Ended>& ended);
   bool wanted(int from) const;
   bool has_unread(int from);
-  std::shared_ptr<Transfer> claim(int from, std::int32_t tag);
+  std::shared_ptr<Transfer> claim(int from, std::int64_t tag);
   bool claim_aside(const std::shared_ptr<Transfer>& transfer, std::vector<Ended>& ended);
   std::exception_ptr mismatch_of(const Transfer& transfer, int from, const Frame& frame) const;
   void look_after_peers();

@@ -118,12 +118,12 @@ class Round {
   }
 
   // Empty blocks are not sent.
-  void send(Transfers& transfers, int to, std::int32_t tag, Block block) {
+  void send(Transfers& transfers, int to, std::int64_t tag, Block block) {
     if (block.size_bytes != 0)
       transfers.push_back(group.messenger().send(block, to, tag, 0, Messenger::kNoTimeout));
   }
 
-  void receive(Transfers& transfers, int source, std::int32_t tag, Block block) {
+  void receive(Transfers& transfers, int source, std::int64_t tag, Block block) {
     if (block.size_bytes != 0)
       transfers.push_back(group.messenger().receive(block, source, tag, 0, Messenger::kNoTimeout));
   }

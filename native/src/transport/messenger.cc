@@ -94,19 +94,26 @@ Messenger::~Messenger() { close(); }
 
 // --- sending
 
-std::shared_ptr<Transfer> Messenger::send(Block data, int to, std::int32_t tag, std::uint8_t code,
+std::shared_ptr<Transfer> Messenger::send(Block data, int to, std::int64_t tag, std::uint8_t code,
                                           std::chrono::nanoseconds timeout) {
   return post({.code = code, .tag = tag, .size_bytes = data.size_bytes}, data, to, timeout);
 }
 
-std::shared_ptr<Transfer> Messenger::announce(Block data, int to, std::int32_t tag, std::uint8_t code,
+std::shared_ptr<Transfer> Messenger::announce(Block data, int to, std::int64_t tag, std::uint8_t code,
                                               std::int32_t local_tag) {
-  return post({.kind = FrameKind::kLocal,
-               .code = code,
-               .local_tag = local_tag,
-               .tag = tag,
-               .size_bytes = data.size_bytes},
-              {}, to, kNoTimeout);
+  const Frame frame{.kind = FrameKind::kLocal,
+                    .code = code,
+                    .local_tag = local_tag,
+                    .tag = tag,
+                    .size_bytes = data.size_bytes};
+  if (to != options_.rank) return post(frame, {}, to, kNoTimeout);
+  Consequences then;
+  {
+    const std::lock_guard guard(lock_);
+    announced(to, frame, then);
+  }
+  settle(then);
+  return nullptr;
 }
 
 std::shared_ptr<Transfer> Messenger::post(Frame frame, Block data, int to, std::chrono::nanoseconds timeout) {
@@ -181,7 +188,7 @@ void Messenger::abandon(Peer& peer, const std::function<bool(const Transfer&)>& 
 
 // --- receiving
 
-std::shared_ptr<Transfer> Messenger::receive(Block data, int source, std::int32_t tag, std::uint8_t code,
+std::shared_ptr<Transfer> Messenger::receive(Block data, int source, std::int64_t tag, std::uint8_t code,
                                              std::chrono::nanoseconds timeout) {
   if (source != kAnyRank) require_rank("recv", source);
   auto transfer = std::make_shared<Transfer>(data, source, tag, code, timeout);
@@ -211,7 +218,7 @@ std::shared_ptr<Transfer> Messenger::receive(Block data, int source, std::int32_
 }
 
 // Removes and returns the receive that a message is for.
-std::shared_ptr<Transfer> Messenger::claim(int source, std::int32_t tag) {
+std::shared_ptr<Transfer> Messenger::claim(int source, std::int64_t tag) {
   const auto found =
       std::ranges::find_if(posted_, [&](const auto& each) { return each->accepts(source, tag); });
   if (found == posted_.end()) return nullptr;
@@ -234,7 +241,7 @@ std::exception_ptr Messenger::mismatch_of(const Transfer& transfer, int source, 
 
 // Gives a receive a message that is in memory, or whose bytes are in shared memory.
 void Messenger::deliver(const std::shared_ptr<Transfer>& transfer, Parked message, Consequences& then) {
-  transfer->source_ = message.source;
+  transfer->found(message.source, message.frame.tag, message.frame.size_bytes);
   if (message.frame.kind == FrameKind::kLocal) {
     transfer->is_remote_ = false;
     then.local.push_back({transfer, message.source, message.frame});

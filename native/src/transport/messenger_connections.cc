@@ -104,6 +104,7 @@ void Messenger::forget(EventLoop::Id& id) {
 void Messenger::connect(int to) {
   Peer& peer = peer_of(to);
   if (!peer.connections.empty() || peer.connecting || peer.gone || failed_ || closed_) return;
+  if (to == options_.rank) return;
   peer.connecting = true;
   Descriptor socket = start_connecting(options_.addresses[static_cast<std::size_t>(to)]);
   if (!socket) {
@@ -384,16 +385,14 @@ bool Messenger::open_frame(const ConnectionPtr& connection, const Frame& frame, 
     return false;
   }
   if (frame.kind == FrameKind::kLocal) {
-    if (const auto transfer = failed_ || closed_ ? nullptr : claim(from.rank, frame.tag))
-      deliver(transfer, {from.rank, frame, {}}, then);
-    else if (!failed_ && !closed_)
-      parked_.push_back({from.rank, frame, {}});
+    announced(from.rank, frame, then);
     return true;
   }
   bool is_kept = frame.kind == FrameKind::kFailed;
   if (frame.kind == FrameKind::kData && !failed_ && !closed_) {
     from.target = claim(from.rank, frame.tag);
     if (from.target) {
+      from.target->found(from.rank, frame.tag, frame.size_bytes);
       if (auto error = mismatch_of(*from.target, from.rank, frame))
         then.end(std::exchange(from.target, nullptr), error);
     } else {
@@ -418,11 +417,19 @@ bool Messenger::open_frame(const ConnectionPtr& connection, const Frame& frame, 
   return true;
 }
 
+// A message is in shared memory.
+void Messenger::announced(int source, const Frame& frame, Consequences& then) {
+  if (failed_ || closed_) return;
+  if (const auto transfer = claim(source, frame.tag))
+    deliver(transfer, {source, frame, {}}, then);
+  else
+    parked_.push_back({source, frame, {}});
+}
+
 void Messenger::close_frame(const ConnectionPtr& connection, Consequences& then) {
   Connection& from = *connection;
   const Frame& frame = from.reader.frame();
   if (from.target) {
-    from.target->source_ = from.rank;
     then.end(std::exchange(from.target, nullptr));
     return;
   }

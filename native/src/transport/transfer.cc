@@ -17,7 +17,7 @@ std::string text(Described message) {
 
 }  // namespace
 
-Error mismatch(int me, int source, std::int32_t tag, Described sent, Described expected) {
+Error mismatch(int me, int source, std::int64_t tag, Described sent, Described expected) {
   const std::string sender = "rank " + std::to_string(source);
   return {Code::kMismatch, "rank " + std::to_string(me) + ", recv from " + sender + ", tag " +
                                std::to_string(tag) + ": " + sender + " sent " + text(sent) +
@@ -25,7 +25,7 @@ Error mismatch(int me, int source, std::int32_t tag, Described sent, Described e
                                "; use the same shape and dtype on both"};
 }
 
-Error late(int me, const char* what, const int* peer, std::int32_t tag) {
+Error late(int me, const char* what, const int* peer, std::int64_t tag) {
   const std::string whom = peer == nullptr ? "any rank" : "rank " + std::to_string(*peer);
   return {Code::kTimeout,
           "rank " + std::to_string(me) + ", " + what + whom + ", tag " + std::to_string(tag) +

@@ -12,7 +12,7 @@
 namespace torchrelay::transport {
 
 inline constexpr std::uint32_t kMagic = 0x41'4c'52'54;  // "TRLA"
-inline constexpr std::uint16_t kVersion = 3;
+inline constexpr std::uint16_t kVersion = 4;
 
 // Precedes the frames of a connection, from the process that made it. Little-endian, as all supported
 // machines.
@@ -33,8 +33,7 @@ struct Frame {
   std::uint8_t code = 0;
   std::uint16_t reserved = 0;
   std::int32_t local_tag = 0;
-  std::int32_t tag = 0;
-  std::uint32_t unused = 0;
+  std::int64_t tag = 0;
   std::uint64_t size_bytes = 0;  // of the message
 
   bool has_body() const noexcept { return kind == FrameKind::kData || kind == FrameKind::kFailed; }

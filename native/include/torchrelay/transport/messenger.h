@@ -62,7 +62,7 @@ class Messenger {
   static constexpr std::chrono::hours kNoTimeout{24 * 365 * 30};
   // Receives the bytes of a message from a rank of this host, which are in shared memory; ends in time.
   using ReceiveLocally = std::function<std::shared_ptr<Transfer>(
-      Block, int source, std::int32_t local_tag, std::uint8_t code, std::chrono::nanoseconds timeout)>;
+      Block, int source, std::int64_t local_tag, std::uint8_t code, std::chrono::nanoseconds timeout)>;
 
   // Owns the listening socket. `on_failure` is called once, when the group breaks here or a peer reports that
   // it broke, in any thread; it must not call close().
@@ -75,13 +75,13 @@ class Messenger {
   // Neither blocks. A transfer fails with kMismatch if the sizes or types differ, with kPeerLost if the peer
   // is lost or has left, with the group's failure, and with kTimeout if it is late; if nobody waits for it,
   // up to sweep_period later.
-  std::shared_ptr<Transfer> send(Block data, int to, std::int32_t tag, std::uint8_t code,
+  std::shared_ptr<Transfer> send(Block data, int to, std::int64_t tag, std::uint8_t code,
                                  std::chrono::nanoseconds timeout);
-  std::shared_ptr<Transfer> receive(Block data, int source, std::int32_t tag, std::uint8_t code,
+  std::shared_ptr<Transfer> receive(Block data, int source, std::int64_t tag, std::uint8_t code,
                                     std::chrono::nanoseconds timeout);
 
-  // Announces a message whose bytes are in shared memory.
-  std::shared_ptr<Transfer> announce(Block data, int to, std::int32_t tag, std::uint8_t code,
+  // Announces a message whose bytes are in shared memory; null: this rank sends it to itself.
+  std::shared_ptr<Transfer> announce(Block data, int to, std::int64_t tag, std::uint8_t code,
                                      std::int32_t local_tag);
 
   // Waits for one transfer, and throws what it failed with. False: not done within `timeout`. `poll` is
@@ -163,8 +163,9 @@ class Messenger {
   void close_frame(const ConnectionPtr& connection, Consequences& then);
 
   // Receives; called with the lock.
-  std::shared_ptr<Transfer> claim(int source, std::int32_t tag);
+  std::shared_ptr<Transfer> claim(int source, std::int64_t tag);
   bool is_awaited(int source) const;
+  void announced(int source, const Frame& frame, Consequences& then);
   void deliver(const std::shared_ptr<Transfer>& transfer, Parked message, Consequences& then);
   void resume(const ConnectionPtr& connection);
   void read_soon(const ConnectionPtr& connection);

@@ -6,6 +6,7 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 
 #include "torchrelay/error.h"
 #include "torchrelay/executor.h"
@@ -22,28 +23,40 @@ struct Block {
 };
 
 inline constexpr int kAnyRank = -1;
+// A receive with tag kAnyTag + c takes any tag whose higher half is c.
+inline constexpr std::int64_t kAnyTag = std::numeric_limits<std::int64_t>::min();
+inline constexpr std::int64_t kLastAnyTag = kAnyTag + std::numeric_limits<std::int32_t>::max();
 
 // Its data must stay valid until it is done.
 class Transfer {
  public:
-  Transfer(Block data, int peer, std::int32_t tag, std::uint8_t code, std::chrono::nanoseconds timeout)
+  Transfer(Block data, int peer, std::int64_t tag, std::uint8_t code, std::chrono::nanoseconds timeout)
       : data_(data), peer_(peer), tag_(tag), code_(code), end_(std::chrono::steady_clock::now() + timeout) {}
 
   Ticket& ticket() noexcept { return ticket_; }
-  // Where a received message came from; valid once it is done.
+  // Of a received message, also of one that did not match; valid once it is done.
   int source() const noexcept { return source_; }
+  std::int64_t tag() const noexcept { return found_tag_; }
+  std::uint64_t size_bytes() const noexcept { return found_bytes_; }
 
  private:
   friend class Mailboxes;
   friend class transport::Messenger;
 
-  bool accepts(int source, std::int32_t tag) const noexcept {
-    return tag_ == tag && (peer_ == source || peer_ == kAnyRank);
+  bool accepts(int source, std::int64_t tag) const noexcept {
+    const bool is_any = tag >= 0 && tag_ == kAnyTag + (tag >> 32);
+    return (tag_ == tag || is_any) && (peer_ == source || peer_ == kAnyRank);
+  }
+
+  void found(int source, std::int64_t tag, std::uint64_t size_bytes) noexcept {
+    source_ = source;
+    found_tag_ = tag;
+    found_bytes_ = size_bytes;
   }
 
   Block data_;
   int peer_;  // kAnyRank: receive from any rank
-  std::int32_t tag_;
+  std::int64_t tag_;
   std::uint8_t code_;
   std::chrono::steady_clock::time_point end_;
   std::size_t moved_ = 0;  // bytes in or out of the ring so far
@@ -51,6 +64,8 @@ class Transfer {
   std::atomic<bool> is_remote_{false};  // over the network, as far as is known
   bool sends_ = false;
   int source_ = -1;
+  std::int64_t found_tag_ = 0;
+  std::uint64_t found_bytes_ = 0;
   Ticket ticket_;
 };
 
@@ -61,10 +76,10 @@ struct Described {
 };
 
 // The error of a receive of rank `me` whose message from `source` is not what it expects.
-Error mismatch(int me, int source, std::int32_t tag, Described sent, Described expected);
+Error mismatch(int me, int source, std::int64_t tag, Described sent, Described expected);
 
 // The error of a transfer of rank `me` that did not end in time; `what` is "recv from " or "send to ", `peer`
 // is null for any rank.
-Error late(int me, const char* what, const int* peer, std::int32_t tag);
+Error late(int me, const char* what, const int* peer, std::int64_t tag);
 
 }  // namespace torchrelay
