@@ -19,11 +19,11 @@ struct Rank {
   Rank(const SharedMemory& memory, int rank, std::vector<int> names)
       : group(SharedMemory::from_fd(memory.fd()), rank, std::move(names)), mail(group) {}
 
-  std::shared_ptr<Transfer> send(std::vector<int>& data, int to, int tag = 0,
+  std::shared_ptr<Transfer> send(std::vector<int>& data, int to, std::int64_t tag = 0,
                                  std::chrono::nanoseconds limit = kLong) {
     return mail.send(block(data), to, tag, 3, limit);
   }
-  std::shared_ptr<Transfer> receive(std::vector<int>& data, int from, int tag = 0,
+  std::shared_ptr<Transfer> receive(std::vector<int>& data, int from, std::int64_t tag = 0,
                                     std::chrono::nanoseconds limit = kLong) {
     return mail.receive(block(data), from, tag, 3, limit);
   }
@@ -93,6 +93,35 @@ TEST(tags_and_sources_choose_messages) {
   world[2].wait(any);
   CHECK(in_a == a && any->source() == 0);
   world[2].wait(world[2].receive(empty, 1, 9));
+}
+
+TEST(any_tag_of_a_channel_is_taken_and_what_does_not_fit_says_what_it_was) {
+  constexpr std::int64_t kChannel = std::int64_t{7} << 32;
+  World world(2);
+  auto other = numbers(10, 4), ours = numbers(20, 4), shorter = numbers(30, 2);
+  world[0].send(other, 1, 5);
+  world[0].send(ours, 1, kChannel + 5);
+  world[0].send(shorter, 1, kChannel + 6);
+  std::vector<int> in(4), rest(4);
+  const auto found = world[1].receive(in, kAnyRank, kAnyTag + 7);
+  world[1].wait(found);
+  CHECK(in == ours && found->tag() == kChannel + 5 && found->size_bytes() == 4 * sizeof(int));
+  const auto refused = world[1].receive(rest, kAnyRank, kAnyTag + 7);
+  CHECK_THROWS(Code::kMismatch, world[1].wait(refused));
+  CHECK(refused->source() == 0 && refused->tag() == kChannel + 6 && refused->size_bytes() == 2 * sizeof(int));
+  world[1].wait(world[1].receive(in, 0, 5));
+  CHECK(in == other);
+}
+
+TEST(a_wait_without_time_moves_what_is_there) {
+  World world(2);
+  auto out = numbers(1, 2000);  // more than the ring holds
+  std::vector<int> in(out.size());
+  const auto received = world[1].receive(in, 0);
+  CHECK(!world[1].mail.wait(*received, {}, {}, {}));
+  const auto sent = world[0].send(out, 1);
+  while (!world[1].mail.wait(*received, {}, {}, {})) world[0].mail.wait(*sent, {}, {}, {});
+  CHECK(in == out);
 }
 
 TEST(many_messages_both_ways_at_once) {

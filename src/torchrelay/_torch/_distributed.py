@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 import datetime
 import functools
 import importlib
-import os
 import re
 import sys
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -28,7 +25,7 @@ __all__ = [
     "has_fsdp2",
     "name_backend",
     "premul_factor",
-    "private_backend",
+    "private_nccl",
     "route_group_operators",
     "store_host",
     "tensor_list_future",
@@ -165,48 +162,10 @@ def premul_factor(op: Any) -> float:
     return float(op.__getstate__()[1])
 
 
-def private_backend(
-    name: str, store: Any, rank: int, size: int, timeout_s: float, address: str
-) -> Any:
-    """Return a backend that belongs to no group of c10d. Collective over the ranks of ``store``.
-
-    Args:
-        name: ``gloo``, ``nccl`` or a backend that was registered with torch.
-        address: at which Gloo listens.
+def private_nccl(store: Any, rank: int, size: int, timeout_s: float) -> Any:
+    """Return a backend of NCCL that belongs to no group of c10d. Collective over the ranks of
+    ``store``.
     """
-    dist: Any = torch.distributed
-    timeout = datetime.timedelta(seconds=min(timeout_s, 1e9))  # as torchrelay._waiting.duration
-    if name == "gloo":
-        # Gloo waits for its peers inside the store, whose connection serves one thread at a time:
-        # threads that make two backends in different orders would wait for each other.
-        prefixed = dist.PrefixStore("gloo", store.clone())
-        gloo = dist.ProcessGroupGloo._Options()
-        gloo._timeout = timeout
-        gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
-        group = dist.ProcessGroupGloo(prefixed, rank, size, gloo)
-        _gloo_groups.add(group)
-        return group
-    if name == "nccl":
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timeout
-        return dist.ProcessGroupNCCL(store, rank, size, options)
-    plugin = dist.Backend._plugins[name.upper()]
-    if not plugin.extended_api:
-        return plugin.creator_fn(store, rank, size, timeout)
-    given = dist.distributed_c10d._DistributedBackendOptions()
-    given.store, given.group_rank, given.group_size = store, rank, size
-    given.timeout, given.group_id = timeout, "torchrelay.mpi"
-    given.global_ranks_in_group = list(range(size))
-    return plugin.creator_fn(given, None)
-
-
-_gloo_groups: weakref.WeakSet[Any] = weakref.WeakSet()
-
-
-def _keep_gloo_groups() -> None:
-    """Never destroy the groups in this process: that would wait for threads of the parent."""
-    for group in _gloo_groups:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
-
-
-os.register_at_fork(after_in_child=_keep_gloo_groups)
+    options = torch.distributed.ProcessGroupNCCL.Options()
+    options._timeout = datetime.timedelta(seconds=min(timeout_s, 1e9))  # as _waiting.duration
+    return torch.distributed.ProcessGroupNCCL(store, rank, size, options)

@@ -83,9 +83,9 @@ class Communicator(NonBlocking, Messages):
             ArgumentError: this process is not in the group.
             OperationTimeoutError: a rank did not call it within ``TORCHRELAY_MPI_TIMEOUT_S``.
         """
-        from torchrelay.mpi._c10d import group_transport  # noqa: PLC0415 - as in world()
+        from torchrelay.mpi.transports._group import group_transport  # noqa: PLC0415 - as in world()
 
-        return cls(group_transport(group))
+        return cls(group_transport(group), is_owned=True)
 
     def __copy__(self) -> Communicator:
         return self  # what is copied with it communicates with the same ranks
@@ -354,7 +354,7 @@ def from_mpi4py(comm: Intracomm) -> Communicator:
     found = load()
     if (found.ANY_SOURCE, found.PROC_NULL) != (ANY_SOURCE, PROC_NULL):
         raise UnavailableError("import mpi4py.MPI before torchrelay.mpi, for the same constants")
-    from torchrelay.mpi._mpi4py import MpiTransport  # noqa: PLC0415 - initialises MPI
+    from torchrelay.mpi.transports._mpi4py import MpiTransport  # noqa: PLC0415 - initialises MPI
 
     return Communicator(MpiTransport(comm))
 
@@ -367,9 +367,9 @@ def world() -> Communicator:
     is made with ``sml`` if there is none, and of this process alone without a launcher.
     """
     if is_mpi_job:
-        from torchrelay.mpi._mpi4py import MpiTransport  # noqa: PLC0415 - initialises MPI
+        from torchrelay.mpi.transports._mpi4py import MpiTransport  # noqa: PLC0415 - initialises MPI
 
         return Communicator(MpiTransport(MPI.COMM_WORLD), WORLD_NAME)
-    from torchrelay.mpi._c10d import world_transport  # noqa: PLC0415 - imports torch.distributed
+    from torchrelay.mpi.transports._group import world_transport  # noqa: PLC0415 - imports torch.distributed
 
     return Communicator(world_transport(), WORLD_NAME)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
-import threading
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -201,9 +200,9 @@ def exchange_values(
 
 
 class Comparison:
-    """The headers of a started collective. ``Test`` raises if they differ, in every thread."""
+    """The headers of a started collective. ``Test`` raises if they differ."""
 
-    __slots__ = ("call", "fields", "headers", "lock", "request")
+    __slots__ = ("call", "fields", "headers", "request")
 
     def __init__(self, call: _wait.Waiting, fields: Fields) -> None:
         call.comm.lease.comparisons += 1
@@ -214,18 +213,15 @@ class Comparison:
         # that the error needs no further message.
         self.headers.rows.write_numbers(digest(*fields) | STARTED, description_numbers(*fields))
         self.request = self.headers.start(False)
-        self.lock = threading.Lock()  # threads that wait for others let it proceed, too
-        call.comm.transport.begin_after(self)
 
     def Test(self) -> bool:
         if not self.request.Test():
             return False
-        with self.lock:
-            if self.headers is not None:
-                if self.headers.rows.first_difference() >= 0:
-                    raise self.headers.mismatch(self.call, self.fields)
-                self.call.comm.transport.idle_headers.append(self.headers)
-                self.headers = None
+        if self.headers is not None:
+            if self.headers.rows.first_difference() >= 0:
+                raise self.headers.mismatch(self.call, self.fields)
+            self.call.comm.transport.idle_headers.append(self.headers)
+            self.headers = None
         return True
 
 

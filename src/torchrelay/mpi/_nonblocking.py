@@ -56,7 +56,7 @@ class _Start(Call):
 
     def forward(self, x: Tensor) -> Tensor:
         requests: list[Testable] = []
-        source = packed(x, self.comm.transport)
+        source = packed(x)
         numbers = [self.call.numbers(source)] * self.comm.size
         if self.comm.size > 1:
             requests.append(Comparison(self, self.fields(source)))

@@ -169,9 +169,6 @@ class ThreadTransport:
     def takes(self, device: torch.device) -> bool:
         return device.type == "cpu"
 
-    def begin_after(self, comparison: Testable) -> None:
-        """Do nothing: what is passed to different calls does not harm."""
-
     # Collectives
 
     def _meet(self, passed: Any, complete: Callable[[list[Any]], object]) -> list[Testable]:

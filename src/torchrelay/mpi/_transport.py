@@ -89,12 +89,6 @@ class Transport(Protocol):
         It may block until all ranks have arrived if its argument is true.
         """
 
-    def begin_after(self, comparison: Testable) -> None:
-        """Let the collectives called from now on begin once ``comparison`` is done.
-
-        For transports that cannot report that the data of different calls met.
-        """
-
     def reduce(
         self, source: Tensor, result: Tensor, op: Op, root: int | None, arrived: bool
     ) -> Requests:

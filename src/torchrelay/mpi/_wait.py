@@ -39,8 +39,8 @@ from torchrelay.mpi._transport import Testable
 
 if TYPE_CHECKING:
     from torchrelay.mpi._comm import Comm, Lease
-    from torchrelay.mpi._mailbox import Mailbox
-    from torchrelay.mpi._mpi4py import End
+    from torchrelay.mpi.transports._mailbox import Mailbox
+    from torchrelay.mpi.transports._mpi4py import End
 
 __all__ = [
     "CALL",
@@ -200,6 +200,10 @@ class Job:
         while any(each.has_unsent() for each in self.mailboxes) and time.monotonic() < until:
             time.sleep(LISTEN_S)
 
+    def _close(self) -> None:
+        for mailbox in list(self.mailboxes):
+            mailbox.close()
+
     def leave(self) -> None:
         """Wait for the others at exit. After a failure, let them report, then end the job."""
         end = self.end
@@ -211,6 +215,7 @@ class Job:
             if end is None:
                 self._wait_until_sent()  # but not for this notice, which ranks that ended ignore
                 self._send_all(ENDED, "")
+                self._close()
                 return
             try:
                 self._end_together(end.start())
@@ -226,7 +231,9 @@ class Job:
         if end is not None:
             time.sleep(max(1.0, 20 * LISTEN_S))
             end.abort()
-        elif error is None:
+            return
+        self._close()
+        if error is None:
             os._exit(1)  # the script went on after a failure, of which its launcher must know
 
 

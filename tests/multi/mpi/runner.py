@@ -218,6 +218,8 @@ SCRIPT_HEAD = """
 import os, sys, time
 import torch
 from torchrelay import mpi
+if "TEST_HOSTS" in os.environ:  # the name of each rank's
+    os.environ["TORCHRELAY_HOST_ID"] = os.environ["TEST_HOSTS"][int(os.environ["RANK"])]
 if "TEST_BACKEND" in os.environ:
     import torch.distributed as dist
     import torchrelay.aggregation

@@ -22,8 +22,8 @@ from multi.mpi.runner import GROUPS, mpi_test
 from torchrelay import mpi
 from torchrelay.errors import ArgumentError, MismatchError
 from torchrelay.mpi import Communicator
-from torchrelay.mpi._c10d import C10dTransport
 from torchrelay.mpi._collectives import Allgather
+from torchrelay.mpi.transports._group import GroupTransport
 
 
 @mpi_test((2, 3), on=GROUPS)
@@ -63,7 +63,7 @@ def test_devices_that_have_backends_of_their_own_are_compared(comm: Communicator
         x: Tensor = torch.empty(200, device="cuda")
     call = Allgather(comm, 0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(C10dTransport, "takes", lambda self, device: True)
+        patch.setattr(GroupTransport, "takes", lambda self, device: True)
         with pytest.raises(MismatchError, match=r"axis=0\).*axis=0, on cuda\)"):
             call.forward(x if comm.rank else torch.empty(200))
     assert len(call.forward(torch.empty(200))) == 200 * comm.size
@@ -81,26 +81,66 @@ def test_two_communicators_in_one_backward_pass(comm: Communicator) -> None:
 
 
 @mpi_test((2, 3), on=GROUPS)
-def test_messages_in_pieces_match_as_wholes(comm: Communicator) -> None:
-    """Receives from any rank get the pieces of one message each, in the order of their sender."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TORCHRELAY_TRANSPORT_MAX_MESSAGE_BYTES", "200")
-        small = Communicator.from_group(dist.new_group())
+def test_receives_from_any_rank_get_long_messages_in_the_order_of_their_sender(
+    comm: Communicator,
+) -> None:
+    count = 1 << 16  # in bytes more than shared memory holds for a receiver
     with torch.no_grad():
-        if small.rank == 0:
-            count = 2 * (small.size - 1)
-            handles = [small.Irecv(torch.empty(100), mpi.MPI_ANY_SOURCE) for _ in range(count)]
-            got = [small.Wait(handle) for handle in reversed(handles)]
+        if comm.rank == 0:
+            receives = range(2 * (comm.size - 1))
+            handles = [comm.Irecv(torch.empty(count), mpi.MPI_ANY_SOURCE, 7) for _ in receives]
+            got = [comm.Wait(handle) for handle in reversed(handles)]
             for x in got:
-                assert torch.equal(x, x[0] + torch.arange(100.0))
+                assert torch.equal(x, x[0] + torch.arange(float(count)))
             firsts = [int(x[0]) for x in reversed(got)]
             assert sorted(firsts, key=lambda first: first // 1000) == [
-                1000 * rank + 500 * turn for rank in range(1, small.size) for turn in range(2)
+                1000 * rank + 500 * turn for rank in range(1, comm.size) for turn in range(2)
             ]
         else:
             for turn in range(2):
-                small.Send(1000.0 * small.rank + 500 * turn + torch.arange(100.0), 0)
-        small.Barrier()
+                comm.Send(1000.0 * comm.rank + 500 * turn + torch.arange(float(count)), 0, 7)
+        comm.Barrier()
+
+
+@mpi_test((1, 2, 3, 5), on=("sml",))
+def test_ranks_of_two_hosts_get_what_those_of_one_host_get(comm: Communicator) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHRELAY_HOST_ID", "ab"[comm.rank % 2])
+        spread = Communicator.from_group(dist.new_group())
+    rank, size = comm.rank, comm.size
+    above, below = (rank + 1) % size, (rank - 1) % size
+
+    def results(c: Communicator, x: Tensor) -> list[Tensor]:
+        started = c.Iallreduce(x, mpi.MPI_MIN)
+        part = c.Split(rank % 2, -rank)
+        assert part is not None
+        long = [c.Isend(x, above, 3), c.Isend(x, rank, 4)]  # before they are received
+        with part:
+            return [
+                c.Allreduce(x, mpi.MPI_SUM),
+                c.Allreduce(x > 3, mpi.MPI_LXOR),
+                c.Bcast_(x * 1, size - 1),
+                c.Reduce_(x * 1, mpi.MPI_MAX, 0),
+                c.Gather(x[: rank + 1], 0, 0),
+                c.Allgather(x[: rank + 1], 0),
+                c.Scatter(x[:size], 0, 1, 0),
+                c.Alltoallv(x[:size], [1] * size),
+                c.Reduce_scatter_block(x[:size], mpi.MPI_SUM),
+                c.Exscan(x, mpi.MPI_SUM),
+                part.Allgather(x[:1], 0),
+                part.Sendrecv(x, part.size - 1 - part.rank, mpi.MPI_ANY_SOURCE),
+                c.Recv(x * 0, below, mpi.MPI_ANY_TAG),
+                c.Recv(x * 0, rank, 4),
+                started.Wait(),
+                *(handle.Wait() for handle in long),
+            ]
+
+    with torch.no_grad():
+        for count in (2 * size, 50_000):
+            x = (torch.arange(count) * (rank + 1)) % 7 + 1.0
+            for ours, expected in zip(results(spread, x), results(comm, x), strict=True):
+                assert torch.equal(ours, expected)
+    spread.Free()
 
 
 @mpi_test((2, 3), on=GROUPS)
@@ -162,7 +202,7 @@ def test_dtensors_in_and_out(comm: Communicator) -> None:
         lambda: comm.Isend(sharded, 1 - comm.rank),
         lambda: comm.Irecv(sharded.detach(), 1 - comm.rank),
     ):
-        with pytest.raises(ArgumentError, match="of a DTensor: communicate its local tensor"):
+        with pytest.raises(ArgumentError, match=r"of a DTensor: communicate its to_local\(\)"):
             call()
 
 

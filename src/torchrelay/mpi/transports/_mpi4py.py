@@ -133,9 +133,6 @@ class MpiTransport:
 
     # Collectives
 
-    def begin_after(self, comparison: Testable) -> None:
-        """Do nothing: data that does not match is found with the comparison."""
-
     def _run(
         self, name: str, arrived: bool, *calls: tuple[object, ...], mpi: MPI.Comm | None = None
     ) -> Requests:

@@ -1,0 +1,3 @@
+"""What moves bytes between the ranks of a communicator, behind the contract of ``_transport``."""
+
+__all__: list[str] = []
