@@ -65,7 +65,7 @@ $(VENV)/torch: $(VENV)/build-tools constraints.txt
 	touch $@
 
 $(VENV)/packages: $(VENV)/torch $(VENV)/native
-	pip install --quiet -c constraints.txt 'torchrelay[cli]'
+	pip install --quiet -c constraints.txt 'torchrelay[demo]'
 	touch $@
 
 $(VENV)/tools: $(VENV)/packages

@@ -28,7 +28,14 @@ from pathlib import Path
 from torchrelay.demo.triples import SPLITS, Fact, Graph, graph_of
 from torchrelay.errors import DataError
 
-__all__ = ["prune", "read_code_graph", "split_facts", "standard_library", "standard_library_graph"]
+__all__ = [
+    "code_graph",
+    "prune",
+    "read_code_graph",
+    "split_facts",
+    "standard_library",
+    "standard_library_graph",
+]
 
 # Third-party packages, and tests: code about code, twice as much as the library itself.
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
@@ -53,8 +60,12 @@ def standard_library_graph() -> Graph:
     Raises:
         DataError: the standard library has no sources here.
     """
-    facts = prune(read_code_graph(standard_library()), _FACTS_PER_ENTITY)
-    return graph_of(split_facts(facts, _SPLIT_SHARE, _SPLIT_SEED))
+    return code_graph(read_code_graph(standard_library()))
+
+
+def code_graph(facts: Iterable[Fact]) -> Graph:
+    """Return the graph of sorted facts, without entities that have few, split."""
+    return graph_of(split_facts(prune(facts, _FACTS_PER_ENTITY), _SPLIT_SHARE, _SPLIT_SEED))
 
 
 def _source_files(root: Path) -> list[Path]:
@@ -65,9 +76,12 @@ def _source_files(root: Path) -> list[Path]:
     )
 
 
-def read_code_graph(root: Path) -> list[Fact]:
-    """Return all facts about the sources below ``root``, sorted and unique. Imports are resolved
+def read_code_graph(root: Path, part: slice = slice(None)) -> list[Fact]:
+    """Return the facts about the sources below ``root``, sorted and unique. Imports are resolved
     from ``root``.
+
+    Args:
+        part: the files to read, of all in order: processes that read a part each read all.
 
     Raises:
         DataError: there are no sources.
@@ -80,7 +94,7 @@ def read_code_graph(root: Path) -> list[Fact]:
     facts: set[Fact] = set()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # invalid escapes in old sources
-        for name, path in paths.items():
+        for name, path in list(paths.items())[part]:
             try:
                 tree = ast.parse(path.read_bytes())
             except (SyntaxError, ValueError):  # not of this version of Python

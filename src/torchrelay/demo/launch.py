@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 import time
@@ -9,9 +10,7 @@ from dataclasses import replace
 from typing import NoReturn
 
 from torchrelay._helper import module_command
-from torchrelay.demo.hosts import run_on_hosts
 from torchrelay.demo.options import DemoOptions
-from torchrelay.demo.triples import read_graph
 from torchrelay.errors import UnavailableError
 
 __all__ = ["run"]
@@ -31,7 +30,11 @@ def run(options: DemoOptions) -> NoReturn:
         raise UnavailableError(
             f"the report cannot be written to {options.report}; name another file with --report"
         )
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UnavailableError("the report needs matplotlib: pip install matplotlib (extra [demo])")
     if options.data is not None:
+        from torchrelay.demo.triples import read_graph  # noqa: PLC0415 - imports torch
+
         read_graph(options.data, allow_unseen=options.allow_unseen)
     options = replace(options, launched_at=time.monotonic(), report=report)
     threads = max(1, len(os.sched_getaffinity(0)) // (options.nproc * options.hosts))
@@ -42,8 +45,10 @@ def run(options: DemoOptions) -> NoReturn:
     }
     torchrun = [*module_command("torch.distributed.run"), f"--nproc-per-node={options.nproc}"]
     worker = ["--no-python", *module_command("torchrelay.demo.worker"), options.to_json()]
-    sys.stdout.flush()
+    print(f"starting {options.nproc} processes, which import torch ...", flush=True)
     if options.hosts > 1:
+        from torchrelay.demo.hosts import run_on_hosts  # noqa: PLC0415 - imports torch
+
         sys.exit(run_on_hosts(options.hosts, torchrun, worker, environ))
     # One host: the processes find each other, and Gloo communicates, on the loopback interface.
     command = [*torchrun, "--standalone", "--local-addr=127.0.0.1", *worker]

@@ -9,6 +9,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,7 +48,7 @@ class ServedComplEx(ComplEx):
 
 def compare_switches(
     graph: Graph, dim: int, checkpoint: str, file: str
-) -> tuple[float, float, float]:
+) -> tuple[float, float, float, list[dict[str, Any]]]:
     """Serve two models of a checkpoint alternately, and compare with the usual ways. Blocks.
 
     Args:
@@ -57,7 +58,8 @@ def compare_switches(
 
     Returns seconds until a request is answered: medians for a model whose other ran before, both
     resident, and for a model alone in this process, which has just run; and once by a new process
-    that imports torch, loads the model and answers.
+    that imports torch, loads the model and answers. Then two switches to the
+    trained model, one that copies it and one that does not, as the status of a switcher has them.
 
     Raises:
         TorchRelayError: the checkpoint does not fit, or a worker process cannot be started.
@@ -81,8 +83,24 @@ def compare_switches(
                 torch.testing.assert_close(answer, model(**question))
             ready_s = _median(lambda: ready(**question))
             both_s = _median(lambda: [switcher.infer(name, question) for name in store.names()])
+            resident = _last(switcher, "trained")
+        largest = max(store.get(name).size_bytes for name in store.names())
+        with Switcher(store, arena_bytes=largest) as switcher:  # without space for the other
+            for name in ("trained", "baseline"):
+                switcher.load(name)
+                switcher.infer(name, question)
+            switcher.infer("trained", question)
+            switches = [_last(switcher, "trained"), resident]
     restart = [*code_command(_RESTART), file, *map(str, complex_sizes.values())]
-    return both_s / 2, ready_s, _seconds(lambda: subprocess.run(restart, check=True))
+    restarted_s = _seconds(lambda: subprocess.run(restart, check=True))
+    return both_s / 2, ready_s, restarted_s, switches
+
+
+def _last(switcher: Switcher, model: str) -> dict[str, Any]:
+    """Return the last switch to a model, as the status has it, and its number of groups."""
+    status = switcher.status()
+    groups = sum(block["model"] == model for block in status["blocks"])
+    return {**next(one for one in status["switches"] if one["model"] == model), "groups": groups}
 
 
 def _seconds(call: Callable[[], object]) -> float:

@@ -122,9 +122,14 @@ class Trainer:
                 raise
             raise kind(message) from error
 
-    def train(self, batches: Batches, on_epoch: Callable[[int, float], None]) -> None:
+    def train(
+        self,
+        batches: Batches,
+        on_epoch: Callable[[int, float], None],
+        on_step: Callable[[int, int], None] = lambda done, total: None,
+    ) -> None:
         """Train all epochs; call ``on_epoch`` with the epoch, from 1, and its mean loss after each
-        epoch.
+        epoch, and ``on_step`` with the steps that are done, and all.
         """
         epochs = range(1, self._options.epochs + 1)
         steps: Iterable[tuple[Tensor, Tensor]]
@@ -136,6 +141,7 @@ class Trainer:
         for done, step in enumerate(steps):
             self._set_learning_rate(1 - done / total)
             losses.append(self.step(*step))
+            on_step(done + 1, total)
             if len(losses) == batches.steps:
                 on_epoch(1 + done // batches.steps, statistics.fmean(losses))
                 losses.clear()

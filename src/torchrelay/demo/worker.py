@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import os
+import platform
 import resource
 import signal
 import sys
@@ -25,7 +26,7 @@ import torch.distributed.nn.functional as dist_nn
 from torchrelay import aggregation, mpi
 from torchrelay.checkpoint import load, save
 from torchrelay.deferred import deferred_init, materialize_module
-from torchrelay.demo.code_graph import standard_library, standard_library_graph
+from torchrelay.demo.code_graph import code_graph, read_code_graph, standard_library
 from torchrelay.demo.evaluation import (
     Answers,
     Calibration,
@@ -43,7 +44,7 @@ from torchrelay.demo.options import DemoOptions
 from torchrelay.demo.report import Report
 from torchrelay.demo.serving import compare_switches
 from torchrelay.demo.training import Batches, SparseEntities, Trainer, compare, look_up
-from torchrelay.demo.triples import Graph, read_graph
+from torchrelay.demo.triples import Fact, Graph, read_graph
 from torchrelay.errors import TorchRelayError
 from torchrelay.parameters import Table, optim
 from torchrelay.world import World
@@ -52,6 +53,8 @@ __all__ = ["Job", "main"]
 
 # torchrun kills what is left 30 s after it asked for the end.
 _LAST_WORDS_S = 15
+
+_QUICK_SHARE = 4  # a quick run reads one of so many files
 
 # The parameter that goes into the table instead of into every process.
 _IN_TABLE = "entities.weight"
@@ -81,20 +84,32 @@ class Job:
         table = self._table()
         model = self._build(table)
         trained = self._checkpoint(self._train(model, batches, table), table)
+        self.report.doing("compare steps with the usual ways")
         self._compare(model, trained, batches)
         table.close()  # not after an error: with a dead peer there is nothing to wait for
         self._evaluate(trained)
         self._calibrate(trained)
-        self.report.sizes("Bytes, on rank 0", self._used())
+        self.report.add_sizes(self._used())
+
+    @property
+    def facts(self) -> str:
+        """Return how many facts there are of how many entities."""
+        return f"{len(self.graph.triples()):,} facts about {len(self.graph.entities):,} entities"
 
     def finish(self) -> None:
         """Run what needs no process group, on rank 0: serving, and the report."""
         if self.options.serve:
             self._serve()
         self.report.stage("all of it", time.monotonic() - self.options.launched_at)
-        self.report.stages()
-        self.report.write(self.options.report)
-        self.report.line(f"report: {self.options.report}")
+        self.report.print_stages()
+        self.report.doing("draw the report")
+        from torchrelay.demo.page import page  # noqa: PLC0415 - imports matplotlib, on one rank
+
+        facts = f"{self.facts} of {self._data_name()}"
+        text = page(self.report, self.options, facts)
+        self.options.report.write_text(text, encoding="utf-8")
+        path = min(os.path.relpath(self.options.report), str(self.options.report), key=len)
+        self.report.line(f"report: {path}")
 
     def _start(self) -> None:
         # The first deferred module loads torch's fake tensors, which takes seconds, whatever its
@@ -109,15 +124,29 @@ class Job:
         note = " of the standard library" if data is None else ""
         with self.report.timed(f"read the graph{note}"):
             if data is None:
-                graph = standard_library_graph()
+                graph = self._read_standard_library()
             else:
                 graph = read_graph(data, allow_unseen=self.options.allow_unseen)
-        self.report.line(str(data or standard_library()))
+        self.report.line(f"the data: {self._data_name()}")
         self.report.line(
             f"{len(graph.entities):,} entities, {len(graph.relations)} relations; facts: "
             f"{len(graph.train):,} train, {len(graph.valid):,} valid, {len(graph.test):,} test"
         )
         return graph
+
+    def _read_standard_library(self) -> Graph:
+        """Read a part of the files on each rank, and all facts from all."""
+        every = self.world.size * (_QUICK_SHARE if self.options.quick else 1)
+        part = slice(self.world.rank, None, every)
+        parts: list[list[Fact]] = [[]] * self.world.size
+        dist.all_gather_object(parts, read_code_graph(standard_library(), part))
+        return code_graph(sorted(set().union(*parts)))
+
+    def _data_name(self) -> str:
+        if self.options.data is not None:
+            return self.options.data.name
+        share = "a quarter of the" if self.options.quick else "the"
+        return f"{share} standard library of Python {platform.python_version()}"
 
     def _table(self) -> Table:
         """Create the table of the entities' embeddings, shared by the processes of this host."""
@@ -151,9 +180,8 @@ class Job:
         eager = ComplEx(*self.sizes)
         eager_s = time.perf_counter() - start
         usual = _compared("eager", model.gathered(), eager)
-        self.report.stage(
-            "build the model deferred, a share of it each", deferred_s, usual, eager_s
-        )
+        name = "build the model deferred, a share of it each"
+        self.report.stage(name, deferred_s, usual, eager_s, "small, recording costs more")
         return model
 
     def _train(self, model: ComplEx, batches: Batches, table: Table) -> ComplEx:
@@ -163,8 +191,11 @@ class Job:
         def on_epoch(epoch: int, loss: float) -> None:
             self.report.epoch(epoch, epochs, loss)
 
+        def on_step(done: int, steps: int) -> None:
+            self.report.doing(f"train: step {done} of {steps}")
+
         with self.report.timed(f"train {epochs} epochs of {batches.steps} steps"):
-            Trainer(model, self.options).train(batches, on_epoch)
+            Trainer(model, self.options).train(batches, on_epoch, on_step)
             table.sync()
         if table.num_nodes > 1:
             self.report.line(f"entities' embeddings: {table.metrics()}")
@@ -172,20 +203,23 @@ class Job:
 
     def _checkpoint(self, trained: ComplEx, table: Table) -> ComplEx:
         """Save the table and the models and load them again; return the loaded model."""
+        self.report.doing("save and load a checkpoint")
         rows = table.rows()
         table.sync()
         state = {"table": table, "model": trained, "baseline": MostFrequent.of(self.graph)}
         ours_s = self._together(lambda: save(state, self.saved))
         usual_s = self._together(lambda: self._torch_save(trained, rows))
         usual = "torch.save by one process"
-        self.report.stage("save a checkpoint, a part each", ours_s, usual, usual_s)
+        why = "small, waits for the disk and all ranks"
+        self.report.stage("save a checkpoint, a part each", ours_s, usual, usual_s, why)
 
         usual_s = self._together(lambda: self._torch_load(ComplEx(*self.sizes), table))
         model: ComplEx = deferred_init(ComplEx, *self.sizes)
         ours_s = self._together(lambda: load({"table": table, "model": model}, self.saved))
         usual = _compared("torch.load", model, trained, torch.equal(table.rows(), rows))
+        why = "small, and every byte is verified"
         table.sync()
-        self.report.stage("load it, the model not initialised", ours_s, usual, usual_s)
+        self.report.stage("load it, the model not initialised", ours_s, usual, usual_s, why)
         return model
 
     def _torch_save(self, trained: ComplEx, rows: torch.Tensor) -> None:
@@ -221,7 +255,7 @@ class Job:
         sparse = SparseEntities(trained.rows, self.options, gloo)
         ours_s, usual_s = compare(partial(look_up, model.entities), sparse.step, batches)
         name = "  its entities: look up, push, Adagrad"
-        usual = "nn.Embedding(sparse=True), DDP over gloo, Adagrad"
+        usual = "sparse nn.Embedding, DDP over gloo, Adagrad"
         self.report.stage(name, ours_s, usual, usual_s)
 
         gradients = torch.zeros_like(trained.relations)
@@ -242,7 +276,7 @@ class Job:
                     MostFrequent.of(graph), graph.test, answers
                 ),
             }
-        self.report.metrics(rows)
+        self.report.add_metrics(rows)
 
     def _measure(self, score: Scorer, triples: torch.Tensor, answers: Answers) -> RankingMetrics:
         """Return the metrics over all questions; each rank answers its share."""
@@ -257,6 +291,7 @@ class Job:
 
     def _calibrate(self, model: ComplEx) -> None:
         """Fit a temperature by reductions that autograd differentiates, of ``mpi`` and of torch."""
+        self.report.doing("calibrate")
         share, gloo = self._share(self.graph.valid), dist.new_group(backend="gloo")
         found: list[Calibration] = []
 
@@ -268,8 +303,9 @@ class Job:
         with warnings.catch_warnings():  # torch recommends a private function instead
             warnings.simplefilter("ignore", FutureWarning)
             usual_s = together(lambda tensor: dist_nn.all_reduce(tensor, group=gloo))  # type: ignore[no-untyped-call]
-        usual = "torch.distributed.nn, gloo"
-        self.report.stage("calibrate by mpi reductions", ours_s, usual, usual_s)
+        usual = "torch's nn.all_reduce, gloo"
+        why = "nearly all of it is the scores"
+        self.report.stage("calibrate by mpi reductions", ours_s, usual, usual_s, why)
         self.report.line(
             f"calibrated: scores times {found[0].factor:.3f}; mean negative log-likelihood on "
             f"valid {found[0].before:.4f}, then {found[0].after:.4f}"
@@ -291,7 +327,8 @@ class Job:
 
     def _serve(self) -> None:
         """Serve the trained model and the baseline from the checkpoint alternately."""
-        switched_s, ready_s, restarted_s = compare_switches(
+        self.report.doing("serve two models by turns")
+        switched_s, ready_s, restarted_s, self.report.switches = compare_switches(
             self.graph, self.options.dim, self.saved, self.saved_by_torch
         )
         name = "serve: switch to the other model, answer"
@@ -314,7 +351,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: signal.alarm(_LAST_WORDS_S))
     signal.signal(signal.SIGALRM, lambda *_: sys.exit(128 + signal.SIGTERM))
     world = World.from_environment()
-    options = DemoOptions.from_json(sys.argv[1])
+    options = DemoOptions.from_json(sys.argv[1]).resolved()
     folder = (
         tempfile.TemporaryDirectory(prefix="torchrelay-demo-")
         if world.rank == 0

@@ -36,7 +36,7 @@ _SMALL = ("--epochs", "40", "--dim", "16", "--batch-size", "100", "--regularisat
 
 def run_demo(sums: Path, *arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
     paths = ["--data", str(sums), "--report", str(sums / "report.html")]
-    with started(*paths, *_SMALL, *arguments, COLUMNS="120", **environ) as job:
+    with started(*paths, *_SMALL, *arguments, **{"COLUMNS": "120", **environ}) as job:
         output, errors = job.communicate(timeout=360)
     return subprocess.CompletedProcess(job.args, job.returncode, output, errors)
 
@@ -68,19 +68,15 @@ def test_two_processes_learn_addition(sums: Path, tmp_path: Path) -> None:
     """Their updates of the table arrive in any order, so two runs differ in the last digits and
     what follows.
     """
-    result = run_demo(sums, TMPDIR=str(tmp_path))
+    result = run_demo(sums, TMPDIR=str(tmp_path), COLUMNS="80")
     assert result.returncode == 0, result.stderr
     assert "epoch 40 of 40" in result.stdout
-    assert "equal bit for bit" in result.stdout
-    assert "DDP over gloo" in result.stdout
-    stages = [
-        line
-        for line in result.stdout.splitlines()
-        if "torch.load" in line or "a new process" in line
-    ]
-    assert len(stages) == 2, result.stdout
-    assert "load it, the model not initialised" in stages[0] and "equal bit for bit" in stages[0]
-    assert "serve: switch to the other model" in stages[1]
+    assert "NOT EQUAL" not in result.stdout
+    assert max(map(len, result.stdout.splitlines())) <= 80
+    words = set(result.stdout.split())  # none is broken
+    for text in ("load it, the model not initialised", "torch.load; equal bit for bit"):
+        assert set(text.split()) <= words
+    assert {"serve:", "switch", "nn.Embedding,", "nn.all_reduce,"} <= words
     assert not list(tmp_path.glob("torchrelay-demo-*"))
     found = figures(result.stdout)
     assert found["test"][1] > 0.9
@@ -124,7 +120,7 @@ def test_namespaces_without_bridges_are_refused() -> None:
 def check_page(path: Path) -> None:
     """Look at the page as a desktop and a phone show it: nothing is wider than the window."""
     page = path.read_text()
-    for text in ("mean loss", "MRR", "calibrate by mpi", "torch.load", "peak memory"):
+    for text in ("Mean loss", "MRR", "calibrate by mpi", "torch.load", "peak memory", "computes"):
         assert text in page
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     for width in (1280, 390) if browser else ():

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from torchrelay.demo.evaluation import RankingMetrics
-from torchrelay.demo.report import Report, _format
+from torchrelay.demo.options import DemoOptions
+from torchrelay.demo.page import page
+from torchrelay.demo.report import Report, Stage, format_seconds
 
 
 @pytest.mark.parametrize(
@@ -22,7 +24,7 @@ from torchrelay.demo.report import Report, _format
     ],
 )
 def test_times(seconds: float, text: str) -> None:
-    assert _format(seconds) == text
+    assert format_seconds(seconds) == text
 
 
 def test_names_are_printed_as_they_are_even_with_brackets(
@@ -30,7 +32,7 @@ def test_names_are_printed_as_they_are_even_with_brackets(
 ) -> None:
     report = Report()
     report.line("[/green] :smile:")
-    report.sizes("names", {"list[int]": 1})
+    report.add_sizes({"list[int]": 1})
     output = capsys.readouterr().out
     assert "[/green] :smile:" in output and "list[int]" in output
 
@@ -39,7 +41,7 @@ def test_a_stage_without_a_rival_has_no_ratio(capsys: pytest.CaptureFixture[str]
     report = Report()
     report.stage("alone", 2.0)
     report.stage("beside", 0.5, "the other", 1.0)
-    report.stages()
+    report.print_stages()
     lines = capsys.readouterr().out.splitlines()
     alone = next(line for line in lines if "alone" in line)
     assert alone.split() == ["│", "alone", "│", "2.0", "s", *"││││"]
@@ -47,28 +49,38 @@ def test_a_stage_without_a_rival_has_no_ratio(capsys: pytest.CaptureFixture[str]
 
 
 def test_metrics_have_four_digits(capsys: pytest.CaptureFixture[str]) -> None:
-    Report().metrics({"test": RankingMetrics(1200, 0.51234, (0.4, 0.5, 0.6))})
+    Report().add_metrics({"test": RankingMetrics(1200, 0.51234, (0.4, 0.5, 0.6))})
     output = capsys.readouterr().out
     assert all(figure in output for figure in ("1,200", "0.5123", "0.4000", "0.5000", "0.6000"))
 
 
-def test_the_page_has_everything_and_needs_nothing_else(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    report = Report()
-    report.line("data & facts")
-    report.stage("a <stage>", 2.0)
-    report.stages()
+def test_a_stage_that_is_slower_says_why() -> None:
+    slower = Stage("build", 2.0, "eager", 1.0, "small")
+    assert slower.cells() == ("build", "2.0 s", "eager; slower: small", "1.0 s", "0.50")
+    faster = Stage("build", 1.0, "eager", 2.0, "small")
+    assert faster.cells()[2] == "eager"
+
+
+def test_the_page_has_everything_and_needs_nothing_else() -> None:
+    report = Report(quiet=True)
+    report.stage("a <stage>: with more", 2.0, "usual & known", 4.0)
+    report.stage("all of it", 9.0)
     for epoch, loss in enumerate([4.0, 1.0, 2.0], 1):
         report.epoch(epoch, 3, loss)
-    report.write(tmp_path / "report.html")
-    page = (tmp_path / "report.html").read_text()
-    text = re.sub(r"</?span[^>]*>", "", page)
-    assert f"epoch 1 of 3: mean loss 4.0000 {40 * '█'}\n" in text
-    assert f"epoch 2 of 3: mean loss 1.0000 {10 * '█'}\n" in text
-    assert "data &amp; facts" in text and "a &lt;stage&gt;" in text and "<stage>" not in text
-    assert not re.search(r"(?:src|href)=|url\(|@import|<script", page)
-    assert not re.search(r"[{]\w+[}]", page)
+    metrics = RankingMetrics(1200, 0.51234, (0.4, 0.5, 0.6))
+    report.add_metrics({"test": metrics, "test, most frequent answer": metrics})
+    report.add_sizes({"memory": 5_000_000})
+    times = {"queue_ms": 1.0, "switch_ms": 2.0, "compute_ms": 3.0, "total_ms": 7.0}
+    report.switches = [{**times, "kind": "cold", "copied_bytes": 2_000_000, "groups": 3}]
+    options = DemoOptions(data=Path("/of this/machine/WN18RR"), epochs=3, serve=False)
+    text = page(report, options, "5 facts")
+    assert "torchrelay demo --data WN18RR --epochs 3 --no-serve</code>" in text
+    assert "a &lt;stage&gt;" in text and "<stage>" not in text and "usual &amp; known" in text
+    assert "0.512" in text and "5.0 MB" in text and "2.0 MB copied in 3 groups: 7.00 ms" in text
+    assert "torch " in text and text.count("<svg") == 4 and "/of this" not in text
+    assert str(Path.home()) not in text
+    assert not re.search(r"(?:src|href)=[\"'](?!#)|url\((?!#)|@import|<script", text)
+    assert not re.search(r"[$]\w+|#01020", text)
 
 
 def test_other_ranks_print_nothing(capsys: pytest.CaptureFixture[str]) -> None:

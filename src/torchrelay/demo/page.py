@@ -1,0 +1,220 @@
+"""The demo's report as one HTML page, which needs no other file and no network."""
+
+from __future__ import annotations
+
+import html
+import io
+import platform
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from string import Template
+from typing import Any
+
+import matplotlib as mpl
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from torchrelay import __version__
+from torchrelay.demo.evaluation import HITS_AT
+from torchrelay.demo.options import DemoOptions
+from torchrelay.demo.report import Report, Stage, format_seconds
+
+__all__ = ["page"]
+
+_TEMPLATE = Template(Path(__file__).with_name("report.html").read_text(encoding="utf-8"))
+# Colours of the drawing that become those of the page, which follow the reader's theme.
+_INK, _LINE, _OURS, _USUAL, _REST = (f"#01020{digit}" for digit in range(5))
+_COLOURS = {
+    _INK: "var(--ink)",
+    _LINE: "var(--line)",
+    _OURS: "var(--ours)",
+    _USUAL: "var(--usual)",
+    _REST: "var(--faint)",
+}
+_STYLE: Any = {
+    "svg.fonttype": "none",  # text, in the reader's font
+    "svg.hashsalt": "torchrelay",
+    "font.size": 9,
+    "text.color": _INK,
+    "axes.labelcolor": _INK,
+    "axes.edgecolor": _LINE,
+    "xtick.color": _INK,
+    "ytick.color": _INK,
+    "grid.color": _LINE,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "legend.frameon": False,
+}
+_WIDTH_IN = 4.6  # readable on a phone, whose page is about as wide
+
+
+def page(report: Report, options: DemoOptions, facts: str) -> str:
+    """Return the page. ``facts`` names the data."""
+    compared = [stage for stage in report.stages if stage.usual_s]
+    headings = ("stage", "time", "the usual way", "its time", "ratio")
+    with mpl.rc_context(_STYLE):
+        return _TEMPLATE.substitute(
+            summary=html.escape(_summary(report, options, facts)),
+            learning=_figure(_losses(report.losses), "Mean loss of an epoch")
+            + _figure(
+                _mrr(report), "Mean reciprocal rank on test: 1 if every first answer is right"
+            ),
+            stages_picture=_svg(_stages(compared)),
+            stages_table=_table(headings, [stage.cells() for stage in report.stages], {0, 2}),
+            serving=_serving(report.switches),
+            metrics=_table(
+                ("facts", "questions", "MRR", *(f"Hits@{k}" for k in HITS_AT)),
+                [
+                    (name, f"{one.questions:,}", *(f"{x:.4f}" for x in (one.mrr, *one.hits)))
+                    for name, one in report.metrics.items()
+                ],
+                {0},
+            ),
+            sizes=_table(
+                ("what", "size"),
+                [(name, f"{size / 1e6:,.1f} MB") for name, size in report.sizes.items()],
+                {0},
+            ),
+            command=html.escape(options.command),
+            versions=html.escape(
+                f"torchrelay {__version__}, torch {torch.__version__}, "
+                f"Python {platform.python_version()}, {platform.system()} {platform.machine()}, "
+                f"{torch.get_num_threads()} threads in each process"
+            ),
+        )
+
+
+def _summary(report: Report, options: DemoOptions, facts: str) -> str:
+    """Return two sentences: what was done, and what came of it."""
+    processes = options.nproc * options.hosts
+    total = format_seconds(report.stages[-1].seconds)
+    test, baseline = (report.metrics[name].mrr for name in ("test", "test, most frequent answer"))
+    many = "one process" if processes == 1 else f"{processes} processes"
+    served = ", calibrated and served beside another model" if options.serve else " and calibrated"
+    return (
+        f"In {total}, a model of {facts} was built without memory, trained by {many}, saved, "
+        f"loaded{served}. Asked for the missing end of a fact, it reaches a mean reciprocal rank "
+        f"of {test:.3f}; answering with what is most frequent reaches {baseline:.3f}."
+    )
+
+
+def _axes(height_in: float) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(_WIDTH_IN, height_in), layout="constrained")
+    return figure, figure.add_subplot()
+
+
+def _losses(losses: Sequence[float]) -> Figure:
+    figure, axes = _axes(2.2)
+    axes.plot(range(1, len(losses) + 1), losses, color=_OURS, marker="o", markersize=4)
+    axes.set_xlabel("epoch")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_ylim(bottom=0)
+    axes.grid(axis="y")
+    return figure
+
+
+def _mrr(report: Report) -> Figure:
+    figure, axes = _axes(2.2)
+    names = {"most frequent answer": "test, most frequent answer", "the trained model": "test"}
+    values = [report.metrics[row].mrr for row in names.values()]
+    bars = axes.barh(list(names), values, color=[_USUAL, _OURS], height=0.6)
+    axes.bar_label(bars, [f"{value:.3f}" for value in values], padding=4)
+    axes.set_xlim(0, 1)
+    return figure
+
+
+def _stages(stages: Sequence[Stage]) -> Figure:
+    """Draw both times of each stage on a line, in the order of the table."""
+    figure, axes = _axes(0.6 + 0.5 * len(stages))
+    for place, stage in enumerate(reversed(stages)):
+        axes.plot([stage.seconds, stage.usual_s], [place] * 2, color=_LINE, linewidth=2, zorder=1)
+        axes.scatter(stage.usual_s, place, color=_USUAL, marker="D", s=30, zorder=2)
+        axes.scatter(stage.seconds, place, color=_OURS, marker="o", s=36, zorder=3)
+        _above(axes, place, stage.name.strip().split(":")[0], 9)
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter(
+        lambda seconds, _: format_seconds(seconds).replace("1e+03", "1000")
+    )
+    axes.set_yticks([])
+    axes.set_ylim(-0.5, len(stages) - 0.2)
+    axes.grid(axis="x")
+    return figure
+
+
+def _serving(switches: Sequence[dict[str, Any]]) -> str:
+    """Return the section about a switch; nothing was served with ``--no-serve``."""
+    if not switches:
+        return ""
+    caption = (
+        "From the request until its answer. A model that is not in device memory is copied there "
+        "in groups, and computes as soon as the first is in place; one that stayed is not copied. "
+        "The rest is messages between the processes."
+    )
+    return f"<h2>A switch to the trained model</h2>{_figure(_timeline(switches), caption)}"
+
+
+def _timeline(switches: Sequence[dict[str, Any]]) -> Figure:
+    """Draw the parts of each request's time one after the other."""
+    figure, axes = _axes(0.9 + 0.55 * len(switches))
+    parts = {"waits": _LINE, "switches": _USUAL, "computes": _OURS, "the rest": _REST}
+    for place, one in enumerate(reversed(switches)):
+        times = [one["queue_ms"], one["switch_ms"], one["compute_ms"]]
+        times.append(one["total_ms"] - sum(times))
+        left = 0.0
+        for (label, colour), width in zip(parts.items(), times, strict=True):
+            axes.barh(place, width, left=left, color=colour, height=0.35, label=label)
+            left += width
+        groups = f"{one['groups']} group{'s' * (one['groups'] != 1)}"
+        size = f"{one['copied_bytes'] / 1e6:.1f} MB copied in {groups}"
+        text = f"{one['kind']}, {size if one['copied_bytes'] else 'nothing copied'}: {left:.2f} ms"
+        _above(axes, place, text, 12)
+    axes.set_yticks([])
+    axes.set_ylim(-0.4, len(switches) - 0.2)
+    axes.set_xlabel("ms")
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles[: len(parts)], labels[: len(parts)], loc="outside upper left", ncols=4)
+    return figure
+
+
+def _above(axes: Axes, place: int, text: str, points: int) -> None:
+    """Write at the left edge, a few points above a line."""
+    axes.annotate(
+        text,
+        (0, place),
+        (0, points),
+        xycoords=("axes fraction", "data"),
+        textcoords="offset points",
+    )
+
+
+def _figure(figure: Figure, caption: str) -> str:
+    return f"<figure>{_svg(figure)}<figcaption>{html.escape(caption)}</figcaption></figure>"
+
+
+def _svg(figure: Figure) -> str:
+    """Return the drawing as an element of the page, in the page's colours."""
+    file = io.StringIO()
+    figure.savefig(file, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    text = file.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    for colour, name in _COLOURS.items():
+        text = text.replace(colour, name)
+    return re.sub(r"<svg [^>]*?(viewBox=\"[^\"]*\")[^>]*>", r'<svg \1 role="img">', text, count=1)
+
+
+def _table(headings: Sequence[str], rows: Iterable[Sequence[str]], names: set[int]) -> str:
+    """Return a table whose columns are figures, but for those of ``names``."""
+
+    def line(tag: str, cells: Sequence[str]) -> str:
+        inside = (
+            f"<{tag}{'' if column in names else ' class=figure'}>{html.escape(cell)}</{tag}>"
+            for column, cell in enumerate(cells)
+        )
+        return f"<tr>{''.join(inside)}</tr>"
+
+    body = "\n".join(line("td", row) for row in rows)
+    return f"<table>{line('th', headings)}\n{body}</table>"
