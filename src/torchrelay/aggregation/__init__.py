@@ -196,3 +196,7 @@ def _close_all() -> None:
 register()
 _telemetry.publish(_samples)
 atexit.register(_close_all)
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "switch"]

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from torchrelay._names import names_options
 from torchrelay.config import Aggregation, check_value, load, parse_value, setting
 from torchrelay.errors import ConfigError
 
@@ -76,6 +77,10 @@ class Options(_PartialSettings):  # type: ignore[misc]
     Raises:
         ConfigError: a value has the wrong type or is not allowed.
     """
+
+    @names_options(*_FIELDS)
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
 
     @property
     def settings(self) -> dict[str, Any]:

@@ -11,6 +11,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from torchrelay._names import no_attribute
+
 if TYPE_CHECKING:
     from torchrelay.checkpoint._background import SaveHandle
     from torchrelay.checkpoint._catalog import Keep, latest
@@ -46,4 +48,8 @@ def __getattr__(name: str) -> Any:
     for home, names in _HOMES.items():
         if name in names:
             return getattr(importlib.import_module(f"{__name__}.{home}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    raise no_attribute(f"module {__name__!r}", name, __all__)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -36,6 +36,7 @@ from torch.futures import Future
 
 from torchrelay import _torch
 from torchrelay._boxes import Box
+from torchrelay._names import names_options
 from torchrelay._progress import Progress, tracking
 from torchrelay.checkpoint._catalog import Keep, check_keep
 from torchrelay.checkpoint._engine import MAX_STAGING_BYTES, Save, SaveOptions
@@ -124,6 +125,9 @@ class Writer(_AtPath, StorageWriter):
         ArgumentError: an argument is out of range.
     """
 
+    _save: Save | None = None  # also of one whose arguments were wrong
+
+    @names_options()
     def __init__(
         self,
         path: Path | None = None,
@@ -135,7 +139,6 @@ class Writer(_AtPath, StorageWriter):
         max_staging_bytes: int = MAX_STAGING_BYTES,
         progress: Progress = False,
     ) -> None:
-        self._save: Save | None = None
         super().__init__(path)
         self._options = SaveOptions(threads, fsync, checksum, keep, max_staging_bytes)
         check_keep(keep, path)
@@ -271,6 +274,9 @@ class Reader(_AtPath, StorageReader):
         ArgumentError: an argument is out of range.
     """
 
+    _opened: ChunkReader | None = None
+
+    @names_options()
     def __init__(
         self,
         path: Path | None = None,
@@ -279,7 +285,6 @@ class Reader(_AtPath, StorageReader):
         threads: int | None = None,
         max_buffer_bytes: int = MAX_BUFFER_BYTES,
     ) -> None:
-        self._opened: ChunkReader | None = None
         super().__init__(path)
         self._options = ReadOptions(verify, threads, max_buffer_bytes)
         self._failure: Exception | None = None

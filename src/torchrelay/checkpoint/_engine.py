@@ -232,14 +232,7 @@ class Save:
         head = Head(commit_time_ns(parent), self.transaction.save_id, name)
         self.transaction.commit(*assemble(everyone, parts, head))
         if self._keep is not None:
-            try:
-                retain(self.path, self._keep)
-            except StorageError as error:
-                raise StorageError(
-                    error.errno,
-                    f"{self.path} is committed, but of what keep= does not keep, something could "
-                    f"not be removed: {error.strerror}",
-                ) from error
+            retain(self.path, self._keep)
 
 
 @no_collection()

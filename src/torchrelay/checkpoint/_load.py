@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from torchrelay import _telemetry
+from torchrelay._names import names_options
 from torchrelay._progress import Progress, tracking
 from torchrelay.checkpoint._catalog import newest_inside
 from torchrelay.checkpoint._group import Group, check_same, group_of
@@ -69,6 +70,7 @@ class LoadResult(NamedTuple):
     unexpected_keys: list[str]
 
 
+@names_options()
 def load(
     state: Any,
     path: Path,

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from torchrelay import _telemetry, config
+from torchrelay._names import names_options
 from torchrelay._progress import Progress, tracking
 from torchrelay.checkpoint._background import SaveHandle, saver
 from torchrelay.checkpoint._catalog import Keep
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["async_save", "save"]
 
 
+@names_options()
 def save(
     state: Any,
     path: Path,
@@ -70,8 +72,6 @@ def save(
         StorageError: the disk is full, the path cannot be written, or another save to it is under
             way.
         PeerLostError: a rank died. The checkpoint that was at ``path`` before is intact.
-        TorchRelayError: an asynchronous save before has failed, and its handle has not raised that;
-            nothing is saved.
     """
     with _telemetry.event("checkpoint", "save", text_of(path)) as running:
         one = Save(path, SaveOptions(threads, fsync, checksum, keep, max_staging_bytes))
@@ -85,11 +85,12 @@ def save(
                 return one.write(ranks.global_rank, plan.chunks, data, advance)
 
         with one.discarding(ranks):
-            save_id, mine, everyone = saver.planner.begin(state, one, ranks, saver.raise_failure)
+            save_id, mine, everyone = saver.planner.begin(state, one, ranks)
             plan = saver.planner.plan(mine, everyone, ranks)
             one.complete(ranks, write, everyone)
 
 
+@names_options()
 def async_save(
     state: Any,
     path: Path,

@@ -4,19 +4,40 @@ from __future__ import annotations
 
 import json
 from contextlib import closing
+from dataclasses import dataclass
 from datetime import datetime
 
 import typer
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.measure import Measurement
 from rich.table import Table
+from rich.text import Text
 
 from torchrelay.errors import ArgumentError, StorageError
 
 __all__ = ["app"]
 
+_SHORTEST_KEY = 24
+
 app = typer.Typer(no_args_is_help=True, help="List, look into, check and convert checkpoints.")
 
 _PATH = typer.Argument(help="A checkpoint: a folder, a safetensors file, or an fsspec URL.")
+
+
+@dataclass(frozen=True)
+class _Shortened:
+    """A key that loses its middle where the table is too narrow: its end tells it from others."""
+
+    key: str
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        width = options.max_width
+        end = (width - 1) // 2
+        short = f"{self.key[: width - 1 - end]}…{self.key[len(self.key) - end :]}"
+        yield Text(self.key if len(self.key) <= width else short)
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(min(len(self.key), _SHORTEST_KEY), len(self.key))
 
 
 @app.command()
@@ -79,11 +100,12 @@ def inspect(
     table = Table("key", "dtype", "shape", "chunks", "bytes", title=path)
     for row in rows:
         table.add_row(
-            *(str(row[name]) for name in ("key", "dtype", "shape", "chunks")),
+            _Shortened(str(row["key"])),
+            *(str(row[name]) for name in ("dtype", "shape", "chunks")),
             f"{row['size_bytes']:,}",
         )
     for key, value in manifest.objects.items():
-        table.add_row(key, "value", json.dumps(value)[:60], "", "")
+        table.add_row(_Shortened(key), "value", json.dumps(value)[:60], "", "")
     console = Console(markup=False, emoji=False)  # keys are any text
     console.print(table)
     console.print(

@@ -17,3 +17,7 @@ __all__ = [
     "materialize_module",
     "materialize_tensor",
 ]
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "fake"]

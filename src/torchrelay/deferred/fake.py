@@ -59,3 +59,7 @@ def meta_like(fake: torch.Tensor) -> torch.Tensor:
             f"meta_like() takes a fake tensor, and this is a real one of shape {tuple(fake.shape)}."
         )
     return torch.empty_strided(fake.size(), fake.stride(), dtype=fake.dtype, device="meta")
+
+
+def __dir__() -> list[str]:
+    return __all__

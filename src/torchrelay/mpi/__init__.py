@@ -12,6 +12,7 @@ Communications in grad mode form a chain in autograd's graph. A backward pass th
 communications of a rank, in the reverse order, and cannot deadlock where the forward pass did not.
 """
 
+from torchrelay._names import no_attribute
 from torchrelay.mpi._chain import backward, chain, grad, reset
 from torchrelay.mpi._collectives import Located
 from torchrelay.mpi._comm import WORLD_NAME
@@ -69,4 +70,8 @@ if _is_mpi_job:
 def __getattr__(name: str) -> Communicator:
     if name == WORLD_NAME:
         return world()
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    raise no_attribute(f"module {__name__!r}", name, __all__)
+
+
+def __dir__() -> list[str]:
+    return __all__

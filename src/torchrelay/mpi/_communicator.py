@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from torchrelay._names import no_attribute
 from torchrelay.errors import ArgumentError, UnavailableError
 from torchrelay.mpi._collectives import (
     Allreduce,
@@ -66,6 +67,13 @@ class Communicator(NonBlocking, Messages):
         OperationTimeoutError: from blocking functions, after ``TORCHRELAY_MPI_TIMEOUT_S``.
         PeerLostError: from every function, if another rank failed or ended.
     """
+
+    if not TYPE_CHECKING:  # mypy knows the attributes
+
+        def __getattr__(self, name: str) -> Any:
+            names = (*dir(type(self)), *vars(self))
+            public = (one for one in names if not one.startswith("_"))
+            raise no_attribute(type(self).__name__, name, public)
 
     @classmethod
     def from_group(cls, group: ProcessGroup | DeviceMesh) -> Communicator:

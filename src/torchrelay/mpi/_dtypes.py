@@ -117,7 +117,8 @@ NATIVE = _native_table()
 def check_tensor(x: object) -> None:
     """Raise :class:`ArgumentError` if ``x`` is no tensor."""
     if not isinstance(x, Tensor):
-        raise ArgumentError(f"a tensor is needed, not {type(x).__name__}")
+        remedy = f"; pass torch.tensor({x!r})" if isinstance(x, int | float | complex) else ""
+        raise ArgumentError(f"a tensor is needed, not {type(x).__name__}{remedy}")
 
 
 def check_integer(name: str, given: object) -> None:

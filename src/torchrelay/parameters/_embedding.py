@@ -17,6 +17,7 @@ from torch.nn import functional
 from typing_extensions import Self, Unpack
 
 from torchrelay import _torch
+from torchrelay._names import names_options
 from torchrelay.deferred import is_deferred, materialize_tensor
 from torchrelay.errors import ArgumentError, MismatchError, UnsupportedError
 from torchrelay.parameters import _checkpoint
@@ -142,6 +143,13 @@ class _TableModule(nn.Module):
         """Leave the table if this module created it. Collective."""
         if self.owns_table:
             self.table.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if self.owns_table:
+            self.table.__exit__(kind, error, trace)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -304,6 +312,7 @@ class Embedding(_TableModule):
 
     counterpart = nn.Embedding
 
+    @names_options(*TableOptions.__annotations__)
     def __init__(
         self,
         num_embeddings: int,
@@ -346,6 +355,7 @@ class EmbeddingBag(_TableModule):
 
     counterpart = nn.EmbeddingBag
 
+    @names_options(*TableOptions.__annotations__)
     def __init__(
         self,
         num_embeddings: int,

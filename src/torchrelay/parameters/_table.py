@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torchrelay._names import names_options
 from torchrelay._resource import Resource
 from torchrelay.errors import ArgumentError, UnavailableError, UnsupportedError
 from torchrelay.parameters import _checkpoint
@@ -100,6 +101,7 @@ class Table(Resource):
         self._closed = False
 
     @classmethod
+    @names_options()
     def create(
         cls,
         num_keys: int,

@@ -7,6 +7,9 @@ nothing and does not change.
 
 from __future__ import annotations
 
+from typing import Any
+
+from torchrelay._names import names_options, no_attribute
 from torchrelay.parameters._contract import UpdateRule
 
 __all__ = ["adagrad", "adam", "add", "rowwise_adagrad", "sgd"]
@@ -17,11 +20,13 @@ def add() -> UpdateRule:
     return UpdateRule("add")
 
 
+@names_options()
 def sgd(lr: float, weight_decay: float = 0.0) -> UpdateRule:
     """As :class:`torch.optim.SGD` without momentum. No state."""
     return UpdateRule("sgd", lr=lr, weight_decay=weight_decay)
 
 
+@names_options()
 def adagrad(
     lr: float = 1e-2,
     weight_decay: float = 0.0,
@@ -34,6 +39,7 @@ def adagrad(
     return _adagrad("adagrad", lr, weight_decay, initial_accumulator_value, eps)
 
 
+@names_options()
 def rowwise_adagrad(
     lr: float = 1e-2,
     weight_decay: float = 0.0,
@@ -48,6 +54,7 @@ def rowwise_adagrad(
     return _adagrad("rowwise_adagrad", lr, weight_decay, initial_accumulator_value, eps)
 
 
+@names_options()
 def adam(
     lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8
 ) -> UpdateRule:
@@ -61,3 +68,11 @@ def adam(
 
 def _adagrad(kind: str, lr: float, weight_decay: float, initial: float, eps: float) -> UpdateRule:
     return UpdateRule(kind, lr=lr, eps=eps, weight_decay=weight_decay, initial_accumulator=initial)
+
+
+def __getattr__(name: str) -> Any:
+    raise no_attribute(f"module {__name__!r}", name, __all__)
+
+
+def __dir__() -> list[str]:
+    return __all__

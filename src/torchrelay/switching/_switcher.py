@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from torchrelay import _telemetry, _torch
+from torchrelay._names import names_options
 from torchrelay._resource import Resource
 from torchrelay.config import Switching, check_value
 from torchrelay.config import load as load_settings
@@ -58,6 +59,7 @@ class Switcher(Resource):
     daemon ends, however it ends, workers and memory are gone.
     """
 
+    @names_options(*(field.name for field in fields(Switching)))
     def __init__(self, store: ModelStore, options: Switching | None = None, **changes: Any) -> None:
         """Allocate the arena and start the workers; models are loaded by :meth:`load`.
 

@@ -25,3 +25,7 @@ __all__ = [
     "gossip_grad_hook",
     "slowmo_hook",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

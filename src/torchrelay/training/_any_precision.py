@@ -18,6 +18,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT, StateDict
 
+from torchrelay._names import names_options
 from torchrelay.errors import ArgumentError
 from torchrelay.training._comm_hooks import check_setting
 
@@ -61,6 +62,7 @@ class AnyPrecisionAdamW(Optimizer):
         ArgumentError: a rate, decay or dtype is out of range, or a gradient is sparse.
     """
 
+    @names_options()
     def __init__(
         self,
         params: ParamsT,

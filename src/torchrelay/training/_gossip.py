@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 
+from torchrelay._names import names_options
 from torchrelay.errors import ArgumentError
 from torchrelay.training import _comm_hooks as hooks
 
@@ -33,6 +34,9 @@ class GossipTopology(enum.Enum):
 
     CUBE = "cube"
     DISSEMINATION = "dissemination"
+
+
+_ONE_OF = f"be one of {', '.join(map(str, GossipTopology))}"
 
 
 def partners(
@@ -76,6 +80,7 @@ class GossipGraDState:
             one of ``local_process_group`` and ``num_nodes`` is given.
     """
 
+    @names_options()
     def __init__(
         self,
         num_modules: int = 1,
@@ -89,7 +94,7 @@ class GossipGraDState:
         hooks.check_setting(self, "num_modules", num_modules, num_modules >= 1, "be at least 1")
         self.topology = GossipTopology.DISSEMINATION if topology is None else topology
         is_topology = isinstance(self.topology, GossipTopology)
-        hooks.check_setting(self, "topology", topology, is_topology, "be a GossipTopology")
+        hooks.check_setting(self, "topology", topology, is_topology, _ONE_OF)
         if (local_process_group is None) != (num_nodes is None):
             raise ArgumentError(
                 "GossipGraDState: give both local_process_group and num_nodes, or neither"

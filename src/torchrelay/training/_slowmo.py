@@ -22,6 +22,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.optim import Optimizer
 from torch.optim.optimizer import StateDict
 
+from torchrelay._names import names_options
 from torchrelay.errors import ArgumentError
 from torchrelay.training import _comm_hooks as hooks
 
@@ -40,6 +41,7 @@ class SlowMoState:
         ArgumentError: ``subgroup`` is not a process group.
     """
 
+    @names_options()
     def __init__(self, subgroup: dist.ProcessGroup | None = None, sync_grads: bool = True) -> None:
         is_group = subgroup is None or isinstance(subgroup, dist.ProcessGroup)
         condition = "be a process group, such as torch.distributed.new_group(ranks)"
@@ -96,6 +98,7 @@ class SlowMomentumOptimizer(Optimizer):
         ArgumentError: a setting is out of range, or ``base_optim`` has a group without ``lr``.
     """
 
+    @names_options()
     def __init__(
         self,
         base_optim: Optimizer,

@@ -40,3 +40,7 @@ __all__ = [
     "Uplink",
     "XdpDataPlane",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__
