@@ -6,13 +6,13 @@ warm worker processes, and ``torchrelay serve`` puts a switcher behind HTTP, whi
 speaks.
 """
 
-from torchrelay.switching._cache import Region, SharedCache
-from torchrelay.switching._queue import Reply
-from torchrelay.switching._scheduler import TrainingHandle
-from torchrelay.switching._store import InputSpec, ModelStore, StoredModel
 from torchrelay.switching._switcher import Switcher
-from torchrelay.switching._training import TrainingTask
+from torchrelay.switching.daemon._queue import Reply
+from torchrelay.switching.daemon._scheduler import TrainingHandle
+from torchrelay.switching.device._cache import Region, SharedCache
 from torchrelay.switching.http._client import Client
+from torchrelay.switching.models._store import InputSpec, ModelStore, StoredModel
+from torchrelay.switching.worker._training import TrainingTask
 
 __all__ = [
     "Client",

@@ -26,20 +26,20 @@ from torchrelay.errors import (
     TorchRelayError,
     UnavailableError,
 )
-from torchrelay.switching._cache import SharedCache
-from torchrelay.switching._contract import WorkerLink, align
-from torchrelay.switching._daemon import Daemon
-from torchrelay.switching._factory import Factory
-from torchrelay.switching._host import HostLink
-from torchrelay.switching._owner import OwnersFuture
-from torchrelay.switching._planner import measure_link
-from torchrelay.switching._profile import Output
-from torchrelay.switching._queue import Reply, Request
-from torchrelay.switching._reports import wait_reporting
-from torchrelay.switching._scheduler import TrainingHandle
-from torchrelay.switching._served import Served
-from torchrelay.switching._store import ModelStore, StoredModel
-from torchrelay.switching._tensors import check_mode, check_tensors
+from torchrelay.switching.daemon._daemon import Daemon
+from torchrelay.switching.daemon._owner import OwnersFuture
+from torchrelay.switching.daemon._planner import measure_link
+from torchrelay.switching.daemon._queue import Reply, Request
+from torchrelay.switching.daemon._reports import wait_reporting
+from torchrelay.switching.daemon._scheduler import TrainingHandle
+from torchrelay.switching.daemon._served import Served
+from torchrelay.switching.device._cache import SharedCache
+from torchrelay.switching.device._contract import WorkerLink, align
+from torchrelay.switching.device._host import HostLink
+from torchrelay.switching.models._factory import Factory
+from torchrelay.switching.models._store import ModelStore, StoredModel
+from torchrelay.switching.models._tensors import check_mode, check_tensors
+from torchrelay.switching.worker._profile import Output
 
 __all__ = ["Switcher"]
 
@@ -379,6 +379,6 @@ def _link(cache: SharedCache, link_gbps: float) -> WorkerLink:
         return HostLink(arena, gbytes_per_s=link_gbps)
     if link_gbps:
         raise ArgumentError(f"link_gbps emulates a link on the CPU; {cache.device} has its own")
-    from torchrelay.switching._cuda import CudaLink  # noqa: PLC0415
+    from torchrelay.switching.device._cuda import CudaLink  # noqa: PLC0415
 
     return CudaLink(arena, cache.device)

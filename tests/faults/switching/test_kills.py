@@ -29,7 +29,8 @@ from torchrelay.errors import (
     SegmentError,
     UnavailableError,
 )
-from torchrelay.switching import ModelStore, Switcher, _fork_server
+from torchrelay.switching import ModelStore, Switcher
+from torchrelay.switching.worker import _fork_server
 from waiting import eventually
 
 # The first test of the file starts three processes that import torch: minutes where many others

@@ -15,8 +15,8 @@ import torch
 from torchrelay.buffers import Segment
 from torchrelay.errors import SegmentError
 from torchrelay.switching import SharedCache
-from torchrelay.switching._contract import Copy
-from torchrelay.switching._cuda import CudaLink
+from torchrelay.switching.device._contract import Copy
+from torchrelay.switching.device._cuda import CudaLink
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

@@ -49,7 +49,7 @@ PROGRAM = """
 import os, sys, time
 from pathlib import Path
 from torchrelay.cli import main
-from torchrelay.switching import _daemon
+from torchrelay.switching.daemon import _daemon
 
 decide = _daemon.Daemon.decide
 

@@ -32,8 +32,10 @@ from torchrelay.errors import (
     StorageError,
     UnavailableError,
 )
-from torchrelay.switching import ModelStore, Reply, Switcher, _reports, _request_buffer
-from torchrelay.switching._contract import align
+from torchrelay.switching import ModelStore, Reply, Switcher
+from torchrelay.switching.daemon import _reports
+from torchrelay.switching.device._contract import align
+from torchrelay.switching.worker import _request_buffer
 from waiting import eventually
 
 # The first test of the file starts three processes that import torch: minutes where many others

@@ -17,10 +17,11 @@ import torch
 
 import switching_models as models
 from torchrelay.errors import ArgumentError, ModelError, SegmentError
-from torchrelay.switching import ModelStore, Switcher, _fork_server
+from torchrelay.switching import ModelStore, Switcher
+from torchrelay.switching.worker import _fork_server
 
 driver_module = pytest.importorskip("cuda.bindings.driver", reason="needs the [cuda] extra")
-FOLDER = Path(__file__).parents[2] / "unit" / "switching"
+FOLDER = Path(__file__).parents[2] / "unit" / "switching" / "device"
 spec = importlib.util.spec_from_file_location("fake_driver", FOLDER / "fake_driver.py")
 assert spec is not None and spec.loader is not None
 fake_driver = importlib.util.module_from_spec(spec)

@@ -11,8 +11,8 @@ import torch
 import switching_models
 import weight_reads
 from torchrelay.switching import ModelStore, Switcher
-from torchrelay.switching._contract import align
-from torchrelay.switching._store import StoredModel
+from torchrelay.switching.device._contract import align
+from torchrelay.switching.models._store import StoredModel
 
 pytestmark = pytest.mark.timeout(400)
 

@@ -23,7 +23,7 @@ from torchrelay.deferred import (
 )
 from torchrelay.errors import ArgumentError, DeferredError
 from torchrelay.parameters import Embedding, EmbeddingBag
-from torchrelay.switching._factory import Factory
+from torchrelay.switching.models._factory import Factory
 
 
 def _model() -> nn.Sequential:

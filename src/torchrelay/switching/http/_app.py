@@ -23,7 +23,6 @@ from torchrelay.errors import (
     UnavailableError,
     UnsupportedError,
 )
-from torchrelay.switching._store import ModelStore
 from torchrelay.switching._switcher import Switcher
 from torchrelay.switching.http._endpoints import Endpoints
 from torchrelay.switching.http._guard import Guard
@@ -40,6 +39,7 @@ from torchrelay.switching.http._messages import (
 )
 from torchrelay.switching.http._models_file import ModelEntry
 from torchrelay.switching.http._repository import Repository
+from torchrelay.switching.models._store import ModelStore
 
 __all__ = ["Application"]
 

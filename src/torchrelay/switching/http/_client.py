@@ -29,7 +29,7 @@ from torchrelay.errors import (
     UnavailableError,
     from_json,
 )
-from torchrelay.switching._tensors import (
+from torchrelay.switching.models._tensors import (
     HEADER,
     TensorEntry,
     check_tensors,

@@ -21,11 +21,8 @@ from torchrelay.errors import (
     TorchRelayError,
     UnsupportedError,
 )
-from torchrelay.switching._profile import Output
-from torchrelay.switching._queue import Reply
-from torchrelay.switching._store import naming
 from torchrelay.switching._switcher import Switcher
-from torchrelay.switching._tensors import HEADER, datatype_of, decode, encode
+from torchrelay.switching.daemon._queue import Reply
 from torchrelay.switching.http._messages import HttpError, Limits, Request, Response, json_of
 from torchrelay.switching.http._metrics import ServerMetrics
 from torchrelay.switching.http._repository import Repository
@@ -36,6 +33,9 @@ from torchrelay.switching.http._schema import (
     UnloadRequest,
     parse,
 )
+from torchrelay.switching.models._store import naming
+from torchrelay.switching.models._tensors import HEADER, datatype_of, decode, encode
+from torchrelay.switching.worker._profile import Output
 
 __all__ = ["Endpoints"]
 

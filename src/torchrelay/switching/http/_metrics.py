@@ -14,8 +14,8 @@ from prometheus_client.metrics_core import (
 )
 from prometheus_client.registry import Collector
 
-from torchrelay.switching._daemon import COUNTERS
 from torchrelay.switching._switcher import Switcher
+from torchrelay.switching.daemon._daemon import COUNTERS
 
 __all__ = ["ServerMetrics"]
 

@@ -11,9 +11,9 @@ import msgspec
 
 from torchrelay.config import Switching, load
 from torchrelay.errors import ConfigError, TorchRelayError
-from torchrelay.switching._store import InputSpec, ModelStore, check_name
-from torchrelay.switching._tensors import dtype_of
 from torchrelay.switching.http._schema import sentence
+from torchrelay.switching.models._store import InputSpec, ModelStore, check_name
+from torchrelay.switching.models._tensors import dtype_of
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -12,10 +12,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
 from torchrelay.errors import NotFoundError, OperationTimeoutError, TorchRelayError
-from torchrelay.switching._profile import Output
-from torchrelay.switching._store import InputSpec, ModelStore
 from torchrelay.switching._switcher import Switcher
 from torchrelay.switching.http._models_file import ModelEntry
+from torchrelay.switching.models._store import InputSpec, ModelStore
+from torchrelay.switching.worker._profile import Output
 
 __all__ = ["Description", "Repository"]
 

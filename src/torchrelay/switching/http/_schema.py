@@ -8,7 +8,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from torchrelay.errors import ArgumentError, UnsupportedError
-from torchrelay.switching._tensors import TensorEntry, split_body
+from torchrelay.switching.models._tensors import TensorEntry, split_body
 
 __all__ = ["InferRequest", "LoadRequest", "ReadyFilter", "UnloadRequest", "parse", "sentence"]
 

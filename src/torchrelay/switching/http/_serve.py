@@ -14,9 +14,9 @@ from pathlib import Path
 
 from torchrelay.config import Switching
 from torchrelay.errors import UnavailableError
-from torchrelay.switching._store import ModelStore
 from torchrelay.switching._switcher import Switcher
 from torchrelay.switching.http._models_file import ModelsFile
+from torchrelay.switching.models._store import ModelStore
 
 __all__ = ["serve"]
 

@@ -17,7 +17,7 @@ import switching_models as models
 from torchrelay.config import Switching
 from torchrelay.errors import ModelError
 from torchrelay.switching import InputSpec, ModelStore, Reply
-from torchrelay.switching._owner import OwnersFuture
+from torchrelay.switching.daemon._owner import OwnersFuture
 from torchrelay.switching.http import _app, _messages
 from torchrelay.switching.http._messages import Response
 from torchrelay.switching.http._models_file import ModelEntry

@@ -9,8 +9,8 @@ import torch
 
 from torchrelay.errors import ConfigError
 from torchrelay.switching import InputSpec
-from torchrelay.switching._profile import Layer, Output, Profile, load_profile, save_profile
 from torchrelay.switching.http._models_file import ModelsFile
+from torchrelay.switching.worker._profile import Layer, Output, Profile, load_profile, save_profile
 
 INPUT = 'inputs = [{ name = "x", datatype = "FP32", shape = [-1, 64] }]'
 MODEL = f'[models.m]\nfactory = "folder/file.py:make"\n{INPUT}\n'

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from torchrelay.errors import ArgumentError, CapacityError
-from torchrelay.switching import _tensors
-from torchrelay.switching._tensors import TensorEntry, decode, encode, parse_body
 from torchrelay.switching.http._client import _entries
+from torchrelay.switching.models import _tensors
+from torchrelay.switching.models._tensors import TensorEntry, decode, encode, parse_body
 
 
 def test_a_view_of_one_element_travels_in_binary() -> None:

@@ -1,0 +1,399 @@
+"""Models in host memory, by name, ready to be copied into an arena."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import logging
+import math
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchrelay._resource import Resource
+from torchrelay.buffers import Segment
+from torchrelay.errors import (
+    ArgumentError,
+    NotFoundError,
+    TorchRelayError,
+    UnsupportedError,
+    from_json,
+    to_json,
+)
+from torchrelay.switching.device._contract import align
+from torchrelay.switching.models._code import digest_of
+from torchrelay.switching.models._factory import Factory, hidden_tensors
+from torchrelay.switching.models._layout import ModelLayout, ModelStorage, layout_of
+
+__all__ = ["InputLike", "InputSpec", "ModelStore", "StoredModel", "check_name", "naming"]
+
+_log = logging.getLogger("torchrelay.switching")
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class InputSpec:
+    """One input of a model; a dimension of -1 may have any size.
+
+    The model is profiled with an input of shape `example`, by default `shape` with 1 for each -1.
+
+    Raises:
+        ArgumentError: `shape` is not a shape, or `example` is not one that fits it.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    example: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        for what, sizes, least in (
+            ("shape", self.shape, -1),
+            ("example", self.example_shape, 0),
+        ):
+            if any(type(size) is not int or size < least for size in sizes):
+                raise ArgumentError(
+                    f"input {self.name!r} has the {what} {sizes}: each size must be an integer of "
+                    "at least 0, or -1 in the shape for any size"
+                )
+        if not self._fits(self.example_shape):
+            raise ArgumentError(
+                f"input {self.name!r}: the example {self.example} does not fit the shape "
+                f"{self.shape}; it needs as many sizes, and the same ones but for -1"
+            )
+
+    @property
+    def is_guessed(self) -> bool:
+        """Whether the sizes of the example are not known to suit the model."""
+        return self.example is None and -1 in self.shape
+
+    @property
+    def example_shape(self) -> tuple[int, ...]:
+        if self.example is not None:
+            return self.example
+        return tuple(1 if size == -1 else size for size in self.shape)
+
+    @property
+    def example_bytes(self) -> int:
+        return math.prod(self.example_shape) * self.dtype.itemsize
+
+    def example_tensor(self) -> torch.Tensor:
+        """Return zeros of the example's shape."""
+        return torch.zeros(self.example_shape, dtype=self.dtype, device="cpu")
+
+    def check(self, tensor: torch.Tensor, model: str = "") -> None:
+        """Raise :class:`ArgumentError` unless `tensor` has this dtype and shape, which `model`
+        takes.
+        """
+        if not self._fits(tensor.shape) or tensor.dtype != self.dtype:
+            of, fixed = f"model {model!r}" if model else "the model", ""
+            if tensor.dtype == self.dtype and -1 not in self.shape and self.shape:
+                sizes = str((-1, *self.shape[1:]))
+                fixed = (
+                    "; its sizes, that of the batch included, were fixed when it was added: pass "
+                    f"({self.dtype}, {sizes}) instead of a tensor, or shape = [-1, ...] in the "
+                    "models file, for batches of any size"
+                )
+            raise ArgumentError(
+                f"input {self.name!r} is {tensor.dtype} {tuple(tensor.shape)}, {of} "
+                f"takes {self.dtype} {self.shape}{fixed}"
+            )
+
+    def _fits(self, shape: tuple[int, ...]) -> bool:
+        return len(shape) == len(self.shape) and all(
+            want in (-1, size) for want, size in zip(self.shape, shape, strict=True)
+        )
+
+
+InputLike = torch.Tensor | tuple[torch.dtype, Shape] | tuple[torch.dtype, Shape, Shape] | InputSpec
+
+
+@dataclass(frozen=True)
+class StoredModel:
+    """A model in host memory: its bytes, and what another process needs to build its module."""
+
+    name: str
+    factory: Factory
+    layout: ModelLayout
+    offsets: tuple[int, ...]  # bytes from the start of the segment, one for each storage
+    segment: Segment
+    inputs: tuple[InputSpec, ...]
+    max_batch_size: int = 0
+    max_delay_us: int = 0
+    version: int = 0
+
+    @cached_property
+    def specs(self) -> dict[str, InputSpec]:
+        """The inputs by name."""
+        return {spec.name: spec for spec in self.inputs}
+
+    @property
+    def size_bytes(self) -> int:
+        return self.segment.size_bytes
+
+    def check_inputs(self, inputs: Mapping[str, torch.Tensor]) -> None:
+        """Raise :class:`ArgumentError` unless the model takes `inputs`."""
+        if inputs.keys() != self.specs.keys():
+            raise ArgumentError(
+                f"model {self.name!r} takes the inputs {', '.join(sorted(self.specs))}; got "
+                f"{', '.join(sorted(inputs)) or 'none'}"
+            )
+        for name, tensor in inputs.items():
+            self.specs[name].check(tensor, self.name)
+
+    def storage(self, index: int) -> torch.Tensor:
+        """Return the bytes of one storage as a uint8 tensor, without copying."""
+        start = self.offsets[index]
+        return self.bytes(start, start + self.layout.storages[index])
+
+    def bytes(self, start: int, end: int) -> torch.Tensor:
+        """Return the bytes from `start` up to `end` of the segment as a uint8 tensor, without
+        copying.
+        """
+        return self.segment.tensor((end - start,), torch.uint8, start)
+
+    def is_same(self, other: StoredModel) -> bool:
+        """Return whether `other` is this model: its code, arguments, weights and inputs."""
+        return dataclasses.replace(
+            self, version=other.version, segment=other.segment
+        ) == other and torch.equal(self.bytes(0, self.size_bytes), other.bytes(0, other.size_bytes))
+
+    def fingerprint(self) -> str:
+        """Return a digest of everything but the values: equal models have equal profiles."""
+        what = [
+            self.factory.reference,
+            self.factory.kwargs,
+            digest_of(self.factory.code),
+            repr(self.layout),
+            repr(self.inputs),
+        ]
+        return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:32]
+
+
+class ModelStore(Resource):
+    """Models by name, each in one sealed, anonymous block of host memory. Thread-safe.
+
+    Parameters, buffers (persistent or not, of any dtype) and plain tensor attributes are kept, each
+    storage once, so that tied weights stay tied, at 512-byte boundaries.
+    """
+
+    def __init__(self) -> None:
+        self._models: dict[str, StoredModel] = {}
+        self._versions: dict[str, int] = {}
+        self._lock = threading.Lock()
+
+    def add(
+        self,
+        name: str,
+        factory: Callable[..., torch.nn.Module] | str,
+        *,
+        kwargs: Mapping[str, Any] | None = None,
+        inputs: Mapping[str, InputLike],
+        weights: str | Path | None = None,
+        weights_prefix: str = "",
+        seed: int = 0,
+        max_batch_size: int = 0,
+        max_delay_us: int = 0,
+        replace: bool = False,
+    ) -> StoredModel:
+        """Build a model and keep it.
+
+        Args:
+            factory: builds the module: a function or class at the top level of a module or file, or
+                its name (`package.module:function`, `/path/to/file.py:function`). Workers call it
+                too.
+            kwargs: its keyword arguments; JSON values.
+            inputs: the arguments of the module's `forward` by name: ``(dtype, shape)`` with -1 for
+                dimensions of any size, or ``(dtype, shape, example)`` with a shape that the model
+                can run with and requests often have; or a tensor, which fixes every size at its
+                own, that of the batch included. The model is profiled with zeros of the example's
+                shape; by default with 1 for each -1.
+            weights: what replaces the values the factory gave: whatever
+                :func:`torchrelay.checkpoint.load` reads, such as a `.safetensors` file or a
+                checkpoint's folder; None keeps them.
+            weights_prefix: what the module's keys begin with there, such as ``"model."``.
+            seed: for the factory's random numbers.
+            max_batch_size: requests that wait and whose inputs differ in their first dimension only
+                run as one, up to this size of that dimension; 0: each runs by itself.
+            max_delay_us: how long a request may wait for others to fill its batch.
+            replace: replace the model of this name, if there is one.
+
+        Raises:
+            ArgumentError: an argument is wrong, or there is a model of this name already.
+            CorruptionError, MismatchError, StorageError: `weights` are damaged, do not fit the
+                module, or are not there.
+            ModelError: the factory raised.
+            UnsupportedError: the module has tensors that are not plain and dense.
+        """
+        check_name(name)
+        if not replace:
+            self._check_new(name)
+        if not isinstance(inputs, Mapping) or not inputs:
+            raise ArgumentError(
+                f"model {name!r} needs its inputs, as a dict: a name and an example for each"
+            )
+        specs = tuple(_input_spec(key, value) for key, value in inputs.items())
+        _report_fixed(name, inputs)
+        _check_batching(name, specs, max_batch_size, max_delay_us)
+        with naming(f"model {name!r}"):
+            made = Factory.of(factory, kwargs, seed)
+            module = made.build_module()
+        if weights is not None:
+            _load_weights(name, module, weights, weights_prefix)
+        with naming(f"model {name!r}"):
+            layout, storages = layout_of(module)
+        if weights is not None:
+            _check_hidden(name, module, storages)
+        *offsets, end_bytes = accumulate(map(align, layout.storages), initial=0)
+        segment = Segment.create(max(end_bytes, 1), f"torchrelay-model-{name}"[:200])
+        batching = max_batch_size, max_delay_us
+        model = StoredModel(name, made, layout, tuple(offsets), segment, specs, *batching)
+        for index, storage in enumerate(storages):
+            model.storage(index).copy_(storage.bytes())
+        with self._lock:
+            if not replace and name in self._models:  # since another thread added it
+                self._check_new(name)
+            version = self._versions.get(name, 0)
+            if name not in self._models or not model.is_same(self._models[name]):
+                version += 1
+            self._versions[name] = version
+            self._models[name] = model = dataclasses.replace(model, version=version)
+        return model
+
+    def _check_new(self, name: str) -> None:
+        if name in self._models:
+            raise ArgumentError(
+                f"there is a model {name!r} already; pass replace=True to replace it, or choose "
+                "another name"
+            )
+
+    def get(self, name: str) -> StoredModel:
+        """Return the model.
+
+        Raises:
+            NotFoundError: there is no model of that name.
+        """
+        with self._lock:
+            if name not in self._models:
+                raise NotFoundError(
+                    f"there is no model {name!r}; there are "
+                    f"{', '.join(sorted(self._models)) or 'none'}"
+                )
+            return self._models[name]
+
+    def remove(self, name: str) -> None:
+        """Forget the model; its memory is freed once it is unused.
+
+        Raises:
+            NotFoundError: there is no model of that name.
+        """
+        self.get(name)
+        with self._lock:
+            self._models.pop(name, None)
+
+    def names(self) -> tuple[str, ...]:
+        with self._lock:
+            return tuple(sorted(self._models))
+
+    def close(self) -> None:
+        """Forget all models. Idempotent."""
+        with self._lock:
+            self._models.clear()
+
+
+def check_name(name: str) -> None:
+    """Raise :class:`ArgumentError` unless `name` may be that of a model, which is part of URLs."""
+    if not name.strip(".") or any(not (c.isalnum() or c in "-_.") for c in name):
+        raise ArgumentError(
+            f"{name!r} is not a valid name of a model: use letters, digits, '-', '_' and '.', and "
+            "not only dots"
+        )
+
+
+@contextlib.contextmanager
+def naming(what: str, unless: str = "\0") -> Iterator[None]:
+    """Let errors of the block begin with `what` they are about, unless they contain `unless`."""
+    try:
+        yield
+    except TorchRelayError as error:
+        described = to_json(error)
+        if unless in described["message"]:
+            raise
+        described["message"] = f"{what}: {described['message']}"
+        raise from_json(described) from error
+
+
+def _report_fixed(name: str, inputs: Mapping[str, InputLike]) -> None:
+    """Log that inputs given as tensors have no size of -1."""
+    for key, value in inputs.items():
+        if isinstance(value, torch.Tensor) and value.dim():
+            _log.info(
+                "model %r: input %r was given as a tensor, so it always has the shape %s, the "
+                "size of the batch included; pass (%s, %s) for batches of any size",
+                name,
+                key,
+                tuple(value.shape),
+                value.dtype,
+                (-1, *value.shape[1:]),
+            )
+
+
+def _load_weights(
+    name: str, module: torch.nn.Module, weights: str | Path, weights_prefix: str
+) -> None:
+    """Load the file or folder `weights` into the model's `module`; errors name both."""
+    from torchrelay import checkpoint  # noqa: PLC0415 - takes a moment to import
+
+    path = Path(weights).expanduser().absolute()  # not resolved: a link may lack the suffix
+    with naming(f"model {name!r}, weights {path}"):
+        checkpoint.load(module, path, prefix=weights_prefix, no_dist=True)
+
+
+def _check_batching(
+    name: str, specs: tuple[InputSpec, ...], max_batch_size: int, max_delay_us: int
+) -> None:
+    if max_batch_size < 0 or max_delay_us < 0:
+        raise ArgumentError(f"model {name!r}: max_batch_size and max_delay_us must be at least 0")
+    if max_batch_size and any(spec.shape[:1] != (-1,) for spec in specs):
+        raise ArgumentError(
+            f"model {name!r} has max_batch_size = {max_batch_size}: the first size of each of its "
+            "inputs must be -1"
+        )
+
+
+def _check_hidden(name: str, module: torch.nn.Module, storages: list[ModelStorage]) -> None:
+    """Refuse tensors that would not follow the weights of a file into a worker."""
+    loaded = {storage.source.data_ptr() for storage in storages if storage.size_bytes}
+    for tensor in hidden_tensors(module):
+        if tensor.layout is torch.strided and tensor.untyped_storage().data_ptr() in loaded:
+            raise UnsupportedError(
+                f"model {name!r} keeps a weight or a view of it, of shape {tuple(tensor.shape)}, "
+                "in a list, a helper object or a function: workers would not see the values of "
+                "`weights` there. Read it in forward, or make it an attribute of a module"
+            )
+
+
+def _input_spec(name: str, value: InputLike) -> InputSpec:
+    if isinstance(value, InputSpec):
+        return dataclasses.replace(value, name=name)
+    if isinstance(value, torch.Tensor):
+        return InputSpec(name, value.dtype, tuple(value.shape))
+    try:
+        dtype, *shapes = value
+        if isinstance(dtype, torch.dtype):
+            return InputSpec(name, dtype, *map(tuple, shapes))
+    except TypeError:
+        pass
+    raise ArgumentError(
+        f"input {name!r} of type {type(value).__name__}: pass a tensor, (dtype, shape) or "
+        "(dtype, shape, example), such as (torch.float32, (-1, 64))"
+    )
