@@ -692,6 +692,30 @@ def test_wrappers_of_transforms_are_removed_down_to_the_one_that_runs() -> None:
     assert not _torch.is_transformed(_torch.lowered(kept[-1]))
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`")
+def test_transforms_can_be_seen_through() -> None:
+    """Batch dimensions, grad mode below, and what has no part in the one that runs."""
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        with _torch.outside_transforms():
+            plain = torch.ones(2, requires_grad=True)
+        assert plain.requires_grad and not _torch.is_transformed(plain)
+        assert not _torch.records_below_transforms()
+        assert not _torch.is_transformed(_torch.lowered(x, 0))
+        below = _torch.below_current(x)
+        assert below is not x and _torch.is_transformed(below)
+        return (x * _torch.batched_by_all(plain.detach())).sum()
+
+    with torch.no_grad():
+        rows = torch.vmap(torch.func.grad(function))(torch.ones(3, 2))
+        assert rows.tolist() == [[1.0, 1.0]] * 3
+        same = torch.vmap(lambda x: _torch.batched_by_all(torch.ones(2)), out_dims=0)(rows)
+        assert same.shape == (3, 2)
+    assert _torch.records_below_transforms()
+    with torch.autograd.forward_ad._set_fwd_grad_enabled(False), _torch.forward_mode_below():
+        assert torch._C._is_fwd_grad_enabled()
+
+
 def test_tensors_without_memory_are_none_of_the_host() -> None:
     zeros = torch._efficientzerotensor((2, 3))
     assert zeros.data_ptr() == 0 and not _torch.is_host_memory(zeros)

@@ -7,7 +7,12 @@ from typing import Any
 
 import torch
 import torch.autograd.forward_ad
-from torch._functorch.pyfunctorch import GradInterpreter, retrieve_all_functorch_interpreters
+from torch._functorch.pyfunctorch import (
+    GradInterpreter,
+    VmapInterpreter,
+    retrieve_all_functorch_interpreters,
+    temporarily_clear_interpreter_stack,
+)
 
 __all__ = [
     "after_backward",
@@ -15,11 +20,15 @@ __all__ = [
     "backward_id",
     "backward_keeps_graph",
     "backward_will_run",
+    "batched_by_all",
+    "below_current",
     "first_hook",
     "forward_mode_active",
+    "forward_mode_below",
     "in_forward_transform",
     "is_transformed",
     "lowered",
+    "outside_transforms",
     "recomputation",
     "records_below_transforms",
     "transforms_active",
@@ -97,11 +106,38 @@ def in_forward_transform() -> bool:
     return interpreter is not None and interpreter.key() == functorch.TransformType.Jvp
 
 
+def forward_mode_below() -> Any:
+    """Differentiate within a block of a ``jvp``, which disables it, in transforms below its own."""
+    return torch.autograd.forward_ad._set_fwd_grad_enabled(True)
+
+
+def outside_transforms() -> Any:
+    """Make the tensors of a block as if no ``torch.func`` transform were active."""
+    return temporarily_clear_interpreter_stack()
+
+
 def records_below_transforms() -> bool:
     """Whether grad mode is on outside of all ``torch.func`` transforms that are active."""
     interpreters = retrieve_all_functorch_interpreters()
     modes = [i.prev_grad_mode() for i in interpreters if isinstance(i, GradInterpreter)]
     return modes[0] if modes else torch.is_grad_enabled()
+
+
+def batched_by_all(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor``, with the batch dimension of every ``vmap`` that is active."""
+    functorch: Any = torch._C._functorch
+    tensor = inner = lowered(tensor)
+    batched = set()
+    while functorch.is_functorch_wrapped_tensor(inner):
+        if functorch.is_batchedtensor(inner):
+            batched.add(functorch.maybe_get_level(inner))
+        inner = functorch.get_unwrapped(inner)
+    for each in retrieve_all_functorch_interpreters():
+        if isinstance(each, VmapInterpreter) and each.level() not in batched:
+            size: Any = each.batch_size()
+            true = lowered(torch.ones(size, dtype=torch.bool, device=tensor.device), 0)
+            tensor = torch.where(functorch._add_batch_dim(true, 0, each.level()), tensor, 0)
+    return tensor
 
 
 def lowered(tensor: torch.Tensor, level: int | None = None) -> torch.Tensor:
@@ -115,6 +151,12 @@ def lowered(tensor: torch.Tensor, level: int | None = None) -> torch.Tensor:
     ):
         tensor = functorch.get_unwrapped(tensor)
     return tensor
+
+
+def below_current(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` below the transform that runs now, whose tangents and graph it has not."""
+    functorch: Any = torch._C._functorch
+    return lowered(tensor, (functorch.maybe_current_level() or 1) - 1)
 
 
 def is_transformed(tensor: torch.Tensor) -> bool:

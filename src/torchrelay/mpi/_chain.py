@@ -65,7 +65,8 @@ MAIN = threading.main_thread().ident
 
 
 def _root() -> Tensor:
-    return torch.zeros((), device="cpu", requires_grad=True)
+    with _torch.outside_transforms():  # such as those that a checkpoint recomputes
+        return torch.zeros((), device="cpu", requires_grad=True)
 
 
 ROOT = _root()

@@ -292,13 +292,14 @@ class TransformNode(torch.autograd.Function):
         ctx: Any, _call: None, tangent: Tensor | None, _token: Tensor | None, _chain_arg: None
     ) -> tuple[Tensor, Tensor]:
         chain = ctx.link.chain
-        if ctx.token is not None:
-            before = chain.token_in_transform()
-            chain.follow(ctx.token if before is None else ctx.token + before)
-        if tangent is None:
-            shape, dtype, device = ctx.like
-            tangent = torch.zeros(shape, dtype=dtype, device=device)
-        return ctx.link.call.tangent(tangent), torch.zeros_like(_TOKEN)
+        with _torch.forward_mode_below():
+            if ctx.token is not None:
+                token, before = _torch.below_current(ctx.token), chain.wrapped
+                chain.follow(token if before is None else token + _torch.below_current(before))
+            if tangent is None:
+                shape, dtype, device = ctx.like
+                tangent = torch.zeros(shape, dtype=dtype, device=device)
+            return ctx.link.call.tangent(tangent), torch.zeros_like(_TOKEN)
 
     @staticmethod
     def vmap(
@@ -444,6 +445,7 @@ def _record_under_transform(call: Call, x: Tensor) -> Tensor:
             "differentiates or batches; use Sendrecv or a collective, or torchrelay.mpi.grad and "
             "torch.autograd.forward_ad"
         )
+    x = _torch.batched_by_all(x)  # ranks may not agree, such as one with a cotangent of zeros
     if call.comm.is_alone or not call.differentiable(x):
         return _apply_transformed(call, x, _TOKEN, _chain.APART)[0]  # type: ignore[no-any-return]
     chain = _chain.current()

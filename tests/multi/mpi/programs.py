@@ -5,9 +5,9 @@ in one process by plain torch on all ranks' tensors. A tensor goes through the s
 body, which may hold bodies: a checkpointed segment, a function that is transformed, or what
 happens while a collective is in progress. Afterwards the program is differentiated.
 
-In a *strict* body, what every rank computes depends on the results of all its communications, as
-``torch.func`` and reentrant checkpoints require. Elsewhere ranks ignore results, and exchange
-messages between two of them.
+Ranks ignore results, and exchange messages between two of them. What a plain backward pass starts
+at, as those of reentrant checkpoints and of ``torch.func`` do, ends with a *strict* communication,
+whose result all ranks use.
 """
 
 from __future__ import annotations
@@ -98,54 +98,56 @@ def draw(seed: int, modes: Sequence[str] = MODES, compiled: bool = True) -> Prog
     names = [each for each in COLLECTIVES if not (is_complex and each == "max")]
     kinds = {*FLAT, *NESTED}
     if mode == "transformed":
-        kinds = {"collective", "local"} | ({"started"} if "vmap" not in transforms else set())
+        kinds = {"collective", "local", "started"}
     elif mode == "dual":
-        kinds = {*FLAT, "started"} - {"compiled"}
-    elif mode not in ("first", "plain") or rng.random() < 0.5:
-        kinds -= {"compiled", "reentrant"}
-    else:  # torch differentiates these once
-        kinds -= {"force", "inner_force"}
-    if mode == "plain":  # the loss does not depend on the derivatives of what came before
+        kinds = {*FLAT, "started", "checkpoint"}
+    once = {"compiled", "reentrant"}  # what torch differentiates once
+    if mode not in ("first", "plain") or rng.random() < 0.5:
+        kinds -= once
+    else:
         kinds -= {"force"}
     if not compiled:
         kinds -= {"compiled"}
 
-    def body(depth: int, strict: bool, kinds: set[str]) -> list[Statement]:
-        return [statement(depth, strict, kinds) for _ in range(rng.randint(1, 5 - depth))]
+    def body(depth: int, kinds: set[str]) -> list[Statement]:
+        return [statement(depth, kinds) for _ in range(rng.randint(1, max(1, 4 - depth)))]
 
-    def statement(depth: int, strict: bool, kinds: set[str]) -> Statement:
-        kinds = kinds - {"message"} if strict else kinds
+    def statement(depth: int, kinds: set[str]) -> Statement:
         nested = sorted(kinds & {*NESTED}) if depth < 3 else []
-        flat = ["collective", *sorted(kinds & {*FLAT})]
-        kind = rng.choice(nested if nested and rng.random() < 0.4 else flat)
+        kind = rng.choice(
+            nested if nested and rng.random() < 0.5 else ["collective", *sorted(kinds & {*FLAT})]
+        )
         what, k, over = rng.choice(names), rng.randint(0, 11), rng.choice([*COLORS])
         if kind not in NESTED:
-            return Statement(kind, over, (what, strict), k)
+            return Statement(kind, over, (what, False), k)
         given: Any = what
         if kind == "transformed":
-            given, strict = _transforms(rng), True
+            # saved tensors of a checkpoint have hooks, which torch.func lacks in reverse mode
+            given = _transforms(rng, TRANSFORMS if "force" in kinds else ("jvp", "vmap"))
             kinds = {"collective", "local", "started"}
-            kinds -= {"started"} if "vmap" in given else set()
-        elif kind == "reentrant":
-            kinds = kinds - {"compiled"}
-        elif kind == "inner_force":
-            strict = True
-        if kind in ("checkpoint", "inner_force"):
-            # torch.func has no hooks of saved tensors; nothing before a segment is recomputed
-            kinds = kinds - {"transformed", "force"}
-        inside = body(depth + 1, strict, kinds)
-        if kind == "inner_force":
-            # In a checkpoint, only ranks whose operations have saved tensors would recompute it.
-            inside.append(Statement("collective", "world", ("sum", True), k))
-        return Statement(kind, over, (given, strict), k, inside)
+        elif kind in ("reentrant", "force", "inner_force"):
+            kinds = kinds - once
+        if kind == "checkpoint":
+            kinds = kinds - {"force"}  # nothing before a segment is recomputed
+        inside = body(depth + 1, kinds)
+        if kind in ("reentrant", "transformed", "inner_force"):
+            inside.append(used(k))
+        if kind == "inner_force" and mode == "second closed":
+            inside.insert(0, used(k))
+        return Statement(kind, over, (given, False), k, inside)
 
-    strict = mode in ("plain", "second closed", "transformed") or "reentrant" in kinds
+    def used(k: int) -> Statement:
+        return Statement("collective", "world", ("sum", True), k)
+
+    statements = body(0, kinds)
+    if mode in ("plain", "second closed", "transformed"):
+        statements = [used(1), *statements, used(2)]
     dtype = torch.complex128 if is_complex else torch.float64
-    return Program(seed, mode, body(0, strict, kinds), dtype, transforms, rng.random() < 0.5)
+    return Program(seed, mode, statements, dtype, transforms, rng.random() < 0.5)
 
 
-def _transforms(rng: random.Random) -> tuple[str, ...]:
-    return tuple(rng.choice(TRANSFORMS) for _ in range(rng.choice((1, 1, 2, 2, 3))))
+def _transforms(rng: random.Random, names: Sequence[str] = TRANSFORMS) -> tuple[str, ...]:
+    return tuple(rng.choice(names) for _ in range(rng.choice((1, 1, 2, 2, 3))))
 
 
 def calm(x: Tensor) -> Tensor:
