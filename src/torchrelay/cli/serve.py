@@ -21,7 +21,7 @@ def serve(
     models: Annotated[
         Path,
         typer.Argument(
-            help="The models file, in TOML, or a folder of such files; docs/switching.md describes "
+            help="The models file, in TOML, or a folder of such files; docs/serving.md describes "
             "them."
         ),
     ],
