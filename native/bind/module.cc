@@ -54,9 +54,8 @@ NB_MODULE(_native, module) {
   torchrelay::register_mt19937(module);
   torchrelay::register_origin(module);
   torchrelay::register_shared_memory(module);
-  torchrelay::register_shared_group(module);
+  torchrelay::register_group(module);
   torchrelay::register_call_rows(module);
   torchrelay::register_parameters(module);
   torchrelay::register_switch(module);
-  torchrelay::register_transport(module);
 }

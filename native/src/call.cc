@@ -4,23 +4,12 @@
 
 namespace torchrelay {
 
-const char* name(Kind kind) noexcept {
-  constexpr const char* names[] = {"nothing",    "all_reduce", "reduce",   "reduce_scatter",
-                                   "broadcast",  "all_gather", "gather",   "scatter",
-                                   "all_to_all", "barrier",    "coalesced"};
-  return names[static_cast<int>(kind)];
-}
-
 Call reduction_call(Kind kind, std::size_t count, Dtype dtype, Op op, int root) {
   return {kind, static_cast<std::uint8_t>(dtype), op, 1, root, count};
 }
 
 Call bytes_call(Kind kind, std::uint8_t code, int root, std::size_t count) {
   return {kind, code, Op::kSum, 0, root, count};
-}
-
-Call coalesced_call(int number, std::uint64_t digest) {
-  return {Kind::kCoalesced, kNumDtypes, Op::kSum, 0, number, digest};
 }
 
 std::string describe(const Call& call, const std::vector<int>& names) {

@@ -3,11 +3,11 @@
 #include <algorithm>
 #include <cstring>
 
+#include "shares.h"
+
 namespace torchrelay {
 namespace {
 
-// Shares start at multiples of this, so that no cache line has two writers.
-constexpr std::size_t kLine = 64;
 // What is reduced at a time is copied on while it is still in L1.
 constexpr std::size_t kPiece = std::size_t{16} << 10;
 
@@ -66,68 +66,51 @@ void reduce_in_one_step(SharedGroup& group, const Operation& operation, const Ca
   reducer.run(data, nullptr, size);
 }
 
-// A message in blocks, each block in shares: rank r reduces share r of every block.
+// Rank r reduces share r of every block.
 class Pipeline {
  public:
   Pipeline(SharedGroup& group, const std::byte* source, std::byte* data, std::size_t size)
       : group_(group),
         source_(source),
         data_(data),
-        size_(size),
+        mine_(static_cast<std::size_t>(group.rank())),
         ranks_(static_cast<std::size_t>(group.size())),
-        block_(group.shape().slot_bytes / kLine / ranks_ * kLine * ranks_) {}
+        shares_{size, group.shape().slot_bytes / kLine / ranks_ * kLine * ranks_, ranks_} {}
 
-  std::size_t blocks() const { return (size_ + block_ - 1) / block_; }
+  std::size_t blocks() const { return shares_.blocks(); }
 
   // Publishes the shares that others reduce.
   void copy_in(std::size_t block) {
-    std::byte* slot = group_.next_slot(length_of(block));
+    std::byte* slot = group_.next_slot(shares_.length(block));
     for (std::size_t r = 0; r < ranks_; ++r)
-      if (r != mine()) {
-        const Share share = share_of(block, r);
-        copy_bytes(slot + share.in_block, source_ + share.in_data, share.size);
+      if (r != mine_) {
+        const auto [start, size] = shares_.of(block, r);
+        copy_bytes(slot + (start - block * shares_.block), source_ + start, size);
       }
   }
 
   void reduce(std::size_t block, Reducer& reducer, bool keep) {
-    const Share share = share_of(block, mine());
+    const auto [start, size] = shares_.of(block, mine_);
     for (std::size_t r = 0; r < ranks_; ++r)
       reducer.sources()[r] =
-          r == mine() ? source_ + share.in_data : group_.slot(static_cast<int>(r)) + share.in_block;
-    reducer.run(keep ? data_ + share.in_data : nullptr, group_.next_result(share.size), share.size);
+          r == mine_ ? source_ + start : group_.slot(static_cast<int>(r)) + (start - block * shares_.block);
+    reducer.run(keep ? data_ + start : nullptr, group_.next_result(size), size);
   }
 
   void copy_out(std::size_t block) {
     for (std::size_t i = 1; i < ranks_; ++i) {
-      const std::size_t r = (mine() + i) % ranks_;
-      const Share share = share_of(block, r);
-      copy_bytes(data_ + share.in_data, group_.result(static_cast<int>(r)), share.size);
+      const std::size_t r = (mine_ + i) % ranks_;
+      const auto [start, size] = shares_.of(block, r);
+      copy_bytes(data_ + start, group_.result(static_cast<int>(r)), size);
     }
   }
 
  private:
-  struct Share {
-    std::size_t in_data, in_block, size;
-  };
-
-  std::size_t mine() const { return static_cast<std::size_t>(group_.rank()); }
-
-  std::size_t length_of(std::size_t block) const { return std::min(block_, size_ - block * block_); }
-
-  Share share_of(std::size_t block, std::size_t rank) const {
-    const std::size_t start = block * block_;
-    const std::size_t length = length_of(block);
-    const std::size_t share = (length + ranks_ * kLine - 1) / (ranks_ * kLine) * kLine;
-    const std::size_t from = std::min(length, rank * share);
-    return {start + from, from, std::min(share, length - from)};
-  }
-
   SharedGroup& group_;
   const std::byte* source_;
   std::byte* data_;
-  std::size_t size_;
-  std::size_t ranks_;
-  std::size_t block_;
+  const std::size_t mine_, ranks_;
+  const Shares shares_;
 };
 
 void reduce_in_blocks(SharedGroup& group, const Operation& operation, const Call& call,
@@ -311,6 +294,28 @@ void all_to_all(SharedGroup& group, const Operation& operation, const std::vecto
 }
 
 void barrier(SharedGroup& group, const Operation& operation) { agree(group, operation, {Kind::kBarrier}); }
+
+Call coalesced_call(std::span<const Collective> calls, int rank) {
+  std::uint64_t digest = 0xcbf29ce484222325;  // FNV-1a
+  const auto add = [&digest](std::uint64_t value) {
+    for (unsigned shift = 0; shift < 64; shift += 8)
+      digest = (digest ^ ((value >> shift) & 0xff)) * 0x100000001b3;
+  };
+  for (const Collective& call : calls) {
+    for (const auto value :
+         {static_cast<int>(call.kind), int{call.code}, static_cast<int>(call.op), call.root})
+      add(static_cast<std::uint64_t>(value));
+    for (const Block& block : call.outputs) add(block.size_bytes);
+    if (call.kind == Kind::kReduceScatter)
+      for (const Block& block : call.inputs) add(block.size_bytes);
+    // Inputs may differ between ranks, but not from what all of them expect.
+    const auto me = static_cast<std::size_t>(rank);
+    if (call.kind == Kind::kAllGather && me < call.outputs.size() &&
+        call.inputs[0].size_bytes != call.outputs[me].size_bytes)
+      add(me);
+  }
+  return {Kind::kCoalesced, kNumDtypes, Op::kSum, 0, static_cast<std::int32_t>(calls.size()), digest};
+}
 
 void agree(SharedGroup& group, const Operation& operation, const Call& call) {
   group.synchronize(operation, call);

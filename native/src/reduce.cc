@@ -25,10 +25,48 @@ std::vector<std::pair<std::string, Find>> available() {
   return found;
 }
 
+constexpr Op as_logic(Op op) {
+  switch (op) {
+    case Op::kSum:
+    case Op::kMax:
+    case Op::kOr: return Op::kOr;
+    case Op::kProduct:
+    case Op::kMin:
+    case Op::kAnd: return Op::kAnd;
+    default: return op;  // of which a byte has XOR, and a bool no others
+  }
+}
+
+template <Dtype part, Op op>
+void add_pairs(const std::byte* const* sources, int count_sources, std::byte* out, std::size_t count) {
+  find_kernel(part, op)(sources, count_sources, out, 2 * count);
+}
+
+template <Dtype part>
+Kernel pairs(Op op) {
+  return op == Op::kSum       ? add_pairs<part, Op::kSum>
+         : op == Op::kAverage ? add_pairs<part, Op::kAverage>
+                              : nullptr;
+}
+
+// Null where it is not defined.
+Kernel found(Find find, Dtype dtype, Op op) {
+  if (op == Op::kPremulSum) op = Op::kSum;
+  if (dtype == Dtype::kBool) return op == Op::kAverage ? nullptr : find(Dtype::kUint8, as_logic(op));
+  if (dtype == Dtype::kComplex64) return pairs<Dtype::kFloat32>(op);
+  if (dtype == Dtype::kComplex128) return pairs<Dtype::kFloat64>(op);
+  return find(dtype, op);
+}
+
+Find best() {
+  static const Find first = available().front().second;
+  return first;
+}
+
 Kernel checked(Kernel kernel, Dtype dtype, Op op) {
   if (kernel == nullptr)
     throw Error(Code::kArgument, std::string("reduction: ") + name(op) + " of " + name(dtype) +
-                                     " is not defined; it needs an integer type");
+                                     " is not defined or not supported");
   return kernel;
 }
 
@@ -67,17 +105,19 @@ void divide(Dtype dtype, std::byte* data, std::size_t count, int divisor) {
       return change<Brain>(data, count, [by](Brain value) { return narrow_brain(widen(value) / by); });
     case Dtype::kFloat32: return divide_by<float>(data, count, divisor);
     case Dtype::kFloat64: return divide_by<double>(data, count, divisor);
+    case Dtype::kComplex64: return divide_by<float>(data, 2 * count, divisor);
+    case Dtype::kComplex128: return divide_by<double>(data, 2 * count, divisor);
+    default: return;  // which have no average
   }
 }
 
-Kernel find_kernel(Dtype dtype, Op op) {
-  static const Find best = available().front().second;
-  return checked(best(dtype, op), dtype, op);
-}
+bool reduces(Dtype dtype, Op op) noexcept { return found(best(), dtype, op) != nullptr; }
+
+Kernel find_kernel(Dtype dtype, Op op) { return checked(found(best(), dtype, op), dtype, op); }
 
 Kernel find_kernel(Dtype dtype, Op op, const std::string& instruction_set) {
   for (const auto& [set, find] : available())
-    if (set == instruction_set) return checked(find(dtype, op), dtype, op);
+    if (set == instruction_set) return checked(found(find, dtype, op), dtype, op);
   throw Error(Code::kArgument, "reduction: this machine has no instruction set '" + instruction_set + "'");
 }
 

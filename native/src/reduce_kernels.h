@@ -226,8 +226,8 @@ Kernel kernel(Dtype dtype, Op op) {
     case Dtype::kBfloat16: return arithmetic<Brain>(op);
     case Dtype::kFloat32: return arithmetic<float>(op);
     case Dtype::kFloat64: return arithmetic<double>(op);
+    default: return nullptr;
   }
-  return nullptr;
 }
 
 }  // namespace torchrelay::TORCHRELAY_ISA

@@ -293,7 +293,7 @@ TEST(pieces_are_summed_in_the_network) {
                            changed.wait(guard, [&] { return arrived[first / 1000] == 2; });
                            for (std::size_t i = first; i < first + 1000; ++i) data[rank][i] = network[i];
                          }};
-    transport::all_reduce(on, operation, bytes(data[rank]), 5000, Dtype::kFloat32, Op::kSum, nullptr, sum);
+    transport::all_reduce(on, operation, bytes(data[rank]), 5000, Dtype::kFloat32, Op::kSum, nullptr, &sum);
   });
   for (const auto& each : data) CHECK(each == expected);
 }

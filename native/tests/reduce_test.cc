@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <complex>
 #include <cstring>
 #include <limits>
 #include <random>
@@ -134,6 +135,28 @@ TEST(instruction_sets_agree) {
         }
       }
     }
+}
+
+TEST(bools_are_reduced_as_logic) {
+  const std::vector<std::vector<std::uint8_t>> in = {{0, 0, 1, 1}, {0, 1, 0, 1}};
+  const std::vector<std::uint8_t> either = {0, 1, 1, 1}, both = {0, 0, 0, 1}, one = {0, 1, 1, 0};
+  for (const auto& set : instruction_sets()) {
+    for (const Op op : {Op::kSum, Op::kMax, Op::kOr}) CHECK(reduced(Dtype::kBool, op, in, set) == either);
+    for (const Op op : {Op::kProduct, Op::kMin, Op::kAnd}) CHECK(reduced(Dtype::kBool, op, in, set) == both);
+    CHECK(reduced(Dtype::kBool, Op::kXor, in, set) == one);
+  }
+  CHECK(!reduces(Dtype::kBool, Op::kAverage));
+}
+
+TEST(complex_numbers_are_added_as_pairs) {
+  using Complex = std::complex<float>;
+  const std::vector<std::vector<Complex>> in = {{{1, 2}, {3, 4}}, {{-1, 2}, {5, 6}}};
+  CHECK(reduced(Dtype::kComplex64, Op::kSum, in) == std::vector<Complex>{{0, 4}, {8, 10}});
+  CHECK(reduced(Dtype::kComplex64, Op::kPremulSum, in) == std::vector<Complex>{{0, 4}, {8, 10}});
+  CHECK(reduced(Dtype::kComplex64, Op::kAverage, in) == std::vector<Complex>{{0, 2}, {4, 5}});
+  for (const Op op : {Op::kProduct, Op::kMin, Op::kMax, Op::kAnd}) CHECK(!reduces(Dtype::kComplex128, op));
+  for (const Dtype dtype : {Dtype::kUint16, Dtype::kComplex32, Dtype::kFloat8E5m2})
+    CHECK(!reduces(dtype, Op::kSum));
 }
 
 TEST(the_result_may_replace_a_source) {

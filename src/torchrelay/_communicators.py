@@ -1,4 +1,4 @@
-"""The native communicators of a group: shared memory within a host, TCP between hosts."""
+"""How a group is opened: shared memory within a host, TCP between hosts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torchrelay import _native, transport
 from torchrelay._addresses import listen_at
-from torchrelay._native import Communicator, HostCommunicator
+from torchrelay._group import Group
 from torchrelay.config import Aggregation, TransportSettings
 from torchrelay.world import Ranks
 
@@ -35,8 +35,8 @@ def hosts_of(identities: Sequence[str]) -> tuple[tuple[int, ...], ...]:
     return tuple(map(tuple, hosts.values()))
 
 
-def open_local(ranks: Ranks, timeout_s: float, settings: Aggregation) -> Communicator:
-    """Return the communicator of ranks that all run on this host. Collective.
+def open_local(ranks: Ranks, timeout_s: float, settings: Aggregation) -> _native.Group:
+    """Return the native group of ranks that all run on this host. Collective.
 
     The first rank creates the segment, the others attach it by its address in the store, and all
     wait for each other.
@@ -47,26 +47,30 @@ def open_local(ranks: Ranks, timeout_s: float, settings: Aggregation) -> Communi
         SegmentError: the segment cannot be created or attached.
     """
     if ranks.rank == 0:
-        memory = _native.Communicator.create_segment(
+        memory = _native.Group.create_segment(
             ranks.size, _SLOT_BYTES, _ONE_SHOT_BYTES, _MAILBOX_BYTES
         )
         ranks.announce("segment", memory.address)
     else:
         (address,) = ranks.wait("segment", timeout_s, [0])
         memory = _native.SharedMemory.attach(address, False)
-    communicator = _native.Communicator(
-        memory, ranks.rank, ranks.names, spin_s=settings.spin_us * 1e-6, yield_s=_YIELD_S
+    group = _native.Group(
+        memory,
+        ranks.rank,
+        ranks.names,
+        spin_s=settings.spin_us * 1e-6,
+        yield_s=_YIELD_S,
     )
     ranks.announce("joined")
     ranks.wait("joined", timeout_s)  # from here on the native core detects deaths
-    communicator.join(timeout_s)
-    return communicator
+    group.join(timeout_s)
+    return group
 
 
 def open_between(
     ranks: Ranks,
     hosts: Sequence[Sequence[int]],
-    local: Communicator,
+    group: _native.Group,
     sockets: TransportSettings,
     address: str,
     timeout_s: float,
@@ -74,11 +78,10 @@ def open_between(
     inline_bytes: int = _INLINE_BYTES,
     on_failure: Callable[[], None] = lambda: None,
     agreed: Mapping[str, str] | None = None,
-) -> HostCommunicator:
-    """Return the communicator of the ranks of several hosts. Collective.
+) -> None:
+    """Connect ``group``, of the ranks of this host, to those of the others. Collective.
 
     Args:
-        local: of the ranks of this host; used by the result alone from now on.
         address: at which the other hosts reach this one.
         inline_bytes: of the payload in each rank's record; see ``host_collectives.h``.
         on_failure: called once if the group breaks, in any thread.
@@ -101,11 +104,7 @@ def open_between(
         }
         abouts = ranks.gather("hosts", about, timeout_s)
 
-        def report(failure: _native.Failure) -> None:
-            local.report(failure.message, failure.ranks, failure.timed_out)
-            on_failure()
-
-        communicator = _native.HostCommunicator(
+        group.connect(
             ranks.rank,
             ranks.names,
             [(each["address"][0], each["address"][1]) for each in abouts],
@@ -116,12 +115,10 @@ def open_between(
             max(share_bytes // _LINE_BYTES * _LINE_BYTES, _LINE_BYTES),
             _CHUNK_BYTES,
             inline_bytes,
-            local,
-            report,
+            lambda _: on_failure(),
         )
     ranks.announce("opened")  # one that lacks descriptors or threads says so here
     ranks.wait("opened", timeout_s)
-    return communicator
 
 
 def open_group(
@@ -131,14 +128,14 @@ def open_group(
     address: str,
     timeout_s: float,
     settings: Aggregation,
-) -> Communicator | HostCommunicator:
-    """Return the communicator of ``ranks``, whose hosts have these ``identities``. Collective.
+) -> Group:
+    """Return the group of ``ranks``, whose hosts have these ``identities``. Collective.
 
     Arguments and errors as for :func:`open_local` and :func:`open_between`.
     """
     hosts = hosts_of(identities)
     here = next(each for each in hosts if ranks.rank in each)
-    local = open_local(ranks.among(here), timeout_s, settings)
-    if len(hosts) == 1:
-        return local
-    return open_between(ranks, hosts, local, sockets, address, timeout_s)
+    group = open_local(ranks.among(here), timeout_s, settings)
+    if len(hosts) > 1:
+        open_between(ranks, hosts, group, sockets, address, timeout_s)
+    return Group(group)

@@ -162,14 +162,22 @@ class Transfer:
     @property
     def source(self) -> int: ...
 
-    @property
-    def tag(self) -> int: ...
+class Failure:
+    """Why a group cannot be used any more."""
+
+    def __init__(self, message: str, ranks: Sequence[int], timed_out: bool) -> None: ...
 
     @property
-    def size_bytes(self) -> int: ...
+    def message(self) -> str: ...
+
+    @property
+    def ranks(self) -> list[int]: ...
+
+    @property
+    def timed_out(self) -> bool: ...
 
 class Dtype(enum.Enum):
-    """Element types that are computed with, under torch's names."""
+    """Element types, under torch's names."""
 
     int8 = 0
 
@@ -188,6 +196,24 @@ class Dtype(enum.Enum):
     float32 = 7
 
     float64 = 8
+
+    bool = 9
+
+    complex64 = 10
+
+    complex128 = 11
+
+    complex32 = 12
+
+    uint16 = 13
+
+    uint32 = 14
+
+    uint64 = 15
+
+    float8_e4m3fn = 16
+
+    float8_e5m2 = 17
 
 class Op(enum.Enum):
     """Reductions, under c10d's names."""
@@ -208,42 +234,111 @@ class Op(enum.Enum):
 
     BXOR = 7
 
-class Communicator:
-    """One rank's part in a group of ranks of one host."""
+    PREMUL_SUM = 8
+
+def reduces(dtype: Dtype, op: Op) -> bool:
+    """Whether the reduction is defined and supported."""
+
+class Kind(enum.Enum):
+    """Collectives."""
+
+    nothing = 0
+
+    all_reduce = 1
+
+    reduce = 2
+
+    reduce_scatter = 3
+
+    broadcast = 4
+
+    all_gather = 5
+
+    gather = 6
+
+    scatter = 7
+
+    all_to_all = 8
+
+    barrier = 9
+
+    coalesced = 10
+
+class Collective:
+    """One rank's part in a collective."""
+
+    def __init__(self, kind: Kind, inputs: Sequence[tuple[int, int]] = [], outputs: Sequence[tuple[int, int]] = [], code: int = 0, op: Op = Op.SUM, root: int = -1) -> None:
+        """
+        Of address and bytes of each block: all_reduce, reduce and broadcast have one output, which is the input too; all_reduce may have another input. `code` is that of the element type: of a reduction, a Dtype.
+        """
+
+    def go_through(self, piece_bytes: int, start: Callable[[int, int, float], None], finish: Callable[[], Failure | None]) -> None:
+        """
+        Lets others sum an all_reduce between hosts: the leaders call `start(first, count, timeout_s)` for each piece, and `finish()` to wait for the oldest sum, which divides averages too.
+        """
+
+class Group:
+    """
+    One rank's part in a group: of the ranks of a host, or, once it is connected, of several. Thread-safe.
+    """
 
     def __init__(self, memory: SharedMemory, rank: int, names: Sequence[int], spin_s: float, yield_s: float) -> None: ...
 
     @staticmethod
     def create_segment(size: int, slot_bytes: int, one_shot_bytes: int, mailbox_bytes: int) -> SharedMemory: ...
 
-    def join(self, timeout_s: float) -> None: ...
-
-    def check(self, operation: str) -> None:
-        """Raises if the group has failed or one of its ranks has died."""
+    @property
+    def calls(self) -> int: ...
 
     @property
-    def waiting_ns(self) -> int: ...
+    def payload_bytes(self) -> int: ...
 
-    def all_reduce(self, data: int, count: int, dtype: Dtype, op: Op, timeout_s: float, block: bool, source: int = 0) -> Ticket:
+    @property
+    def shared_ns(self) -> int:
+        """The time in which it waited in shared memory."""
+
+    @property
+    def shared_bytes(self) -> int: ...
+
+    @property
+    def sent_bytes(self) -> int: ...
+
+    @property
+    def waited_ns(self) -> int: ...
+
+    def join(self, timeout_s: float) -> None:
+        """Waits until all ranks of this host have joined."""
+
+    def connect(self, rank: int, names: Sequence[int], addresses: Sequence[tuple[str, int]], hosts: Sequence[Sequence[int]], listener: int, token: bytes, tls: Tls | None, share_bytes: int, piece_bytes: int, inline_bytes: int, on_failure: Callable[[Failure], None]) -> None:
         """
-        Reduces `count` elements of `source`, or of `data` where that is 0, into `data`.
+        Makes this rank one of a group of several hosts. `names[r]` is how users know rank r, `addresses[r]` where it listens, `hosts` the ranks of each host. `listener` is the descriptor of a listening socket, which is owned from now on; `token` the group's secret, and `tls` encrypts what leaves the host. `on_failure` is called once, when the group breaks here or a peer reports that it broke, in any thread. The sizes, equal on all ranks, are described in host_collectives.h.
         """
 
-    def reduce(self, data: int, count: int, dtype: Dtype, op: Op, root: int, timeout_s: float, block: bool) -> Ticket: ...
+    def report(self, message: str, names: Sequence[int], timed_out: bool) -> None:
+        """Breaks the group for all ranks; the first failure counts."""
 
-    def reduce_scatter(self, inputs: Sequence[int], output: int, count: int, dtype: Dtype, op: Op, timeout_s: float, block: bool) -> Ticket: ...
+    def check(self, operation: str) -> None:
+        """Raises if the group has failed or one of this host's ranks has died."""
 
-    def broadcast(self, data: int, size_bytes: int, code: int, root: int, timeout_s: float, block: bool) -> Ticket: ...
+    def lost(self, ranks: Sequence[int]) -> Failure | None:
+        """
+        The failure for the first of `ranks` whose connection ended without a farewell.
+        """
 
-    def all_gather(self, input: int, size_bytes: int, outputs: Sequence[tuple[int, int]], code: int, timeout_s: float, block: bool) -> Ticket: ...
+    def with_host(self, failure: Failure, peer: int) -> Failure:
+        """
+        Names also the ranks of a lost rank's host that cannot be reached either.
+        """
 
-    def gather(self, input: int, size_bytes: int, outputs: Sequence[tuple[int, int]], code: int, root: int, timeout_s: float, block: bool) -> Ticket: ...
+    def close(self) -> None: ...
 
-    def scatter(self, inputs: Sequence[tuple[int, int]], output: int, size_bytes: int, code: int, root: int, timeout_s: float, block: bool) -> Ticket: ...
+    def run(self, calls: Sequence[Collective], timeout_s: float, may_block: bool) -> Ticket:
+        """
+        Runs collectives; several are one call, of which none begins before all ranks agree on all.
+        """
 
-    def all_to_all(self, inputs: Sequence[tuple[int, int]], outputs: Sequence[tuple[int, int]], code: int, timeout_s: float, block: bool) -> Ticket: ...
-
-    def barrier(self, timeout_s: float, block: bool) -> Ticket: ...
+    def all_reduce(self, data: int, size_bytes: int, code: int, op: Op, source: int, timeout_s: float) -> None:
+        """Runs an all_reduce of one tensor, blocking, by the shortest path."""
 
     def send(self, data: int, size_bytes: int, to: int, tag: int, code: int, timeout_s: float) -> Transfer: ...
 
@@ -252,45 +347,6 @@ class Communicator:
 
     def wait_transfer(self, transfer: Transfer, timeout_s: float) -> bool:
         """Waits for a send or receive; False: it is not done yet."""
-
-    def report(self, message: str, names: Sequence[int], timed_out: bool) -> None:
-        """Breaks the group for all ranks; the first failure counts."""
-
-    def close(self) -> None: ...
-
-    @property
-    def jobs(self) -> int: ...
-
-class CoalescedCalls:
-    """Collectives that are made as one call."""
-
-    def __init__(self) -> None: ...
-
-    def run_on(self, on: Communicator, digest: int, timeout_s: float, block: bool) -> Ticket:
-        """
-        Runs them, once all ranks have the same number of them and the same digest, of all that must be equal.
-        """
-
-    def all_reduce(self, data: int, count: int, dtype: Dtype, op: Op, timeout_s: float, block: bool, source: int = 0) -> Ticket:
-        """
-        Reduces `count` elements of `source`, or of `data` where that is 0, into `data`.
-        """
-
-    def reduce(self, data: int, count: int, dtype: Dtype, op: Op, root: int, timeout_s: float, block: bool) -> Ticket: ...
-
-    def reduce_scatter(self, inputs: Sequence[int], output: int, count: int, dtype: Dtype, op: Op, timeout_s: float, block: bool) -> Ticket: ...
-
-    def broadcast(self, data: int, size_bytes: int, code: int, root: int, timeout_s: float, block: bool) -> Ticket: ...
-
-    def all_gather(self, input: int, size_bytes: int, outputs: Sequence[tuple[int, int]], code: int, timeout_s: float, block: bool) -> Ticket: ...
-
-    def gather(self, input: int, size_bytes: int, outputs: Sequence[tuple[int, int]], code: int, root: int, timeout_s: float, block: bool) -> Ticket: ...
-
-    def scatter(self, inputs: Sequence[tuple[int, int]], output: int, size_bytes: int, code: int, root: int, timeout_s: float, block: bool) -> Ticket: ...
-
-    def all_to_all(self, inputs: Sequence[tuple[int, int]], outputs: Sequence[tuple[int, int]], code: int, timeout_s: float, block: bool) -> Ticket: ...
-
-    def barrier(self, timeout_s: float, block: bool) -> Ticket: ...
 
 class CallRows:
     """
@@ -757,122 +813,3 @@ class SwitchWorker:
     def stats(self) -> SwitchWorkerStats: ...
 
     def close(self) -> None: ...
-
-class Failure:
-    """Why a group cannot be used any more."""
-
-    def __init__(self, message: str, ranks: Sequence[int], timed_out: bool) -> None: ...
-
-    @property
-    def message(self) -> str: ...
-
-    @property
-    def ranks(self) -> list[int]: ...
-
-    @property
-    def timed_out(self) -> bool: ...
-
-class HostCommunicator:
-    """One rank's part in a group of several hosts. Thread-safe."""
-
-    def __init__(self, rank: int, names: Sequence[int], addresses: Sequence[tuple[str, int]], hosts: Sequence[Sequence[int]], listener: int, token: bytes, tls: Tls | None, share_bytes: int, piece_bytes: int, inline_bytes: int, local: Communicator, on_failure: Callable[[Failure], None]) -> None:
-        """
-        `names[r]` is how users know rank r, `addresses[r]` where it listens, `hosts` the ranks of each host. `listener` is the descriptor of a listening socket, which is owned from now on; `token` the group's secret, and `tls` encrypts what leaves the host; `local` has the ranks of this host, and is used by this class alone. `on_failure` is called once, when the group breaks here or a peer reports that it broke, in any thread. The sizes, equal on all ranks, are described in host_collectives.h.
-        """
-
-    def lost(self, ranks: Sequence[int]) -> Failure | None:
-        """
-        The failure for the first of `ranks` whose connection ended without a farewell.
-        """
-
-    def with_host(self, failure: Failure, peer: int) -> Failure:
-        """
-        Names also the ranks of a lost rank's host that cannot be reached either.
-        """
-
-    @property
-    def shared_bytes(self) -> int: ...
-
-    @property
-    def sent_bytes(self) -> int: ...
-
-    @property
-    def waited_ns(self) -> int: ...
-
-    def all_reduce(self, data: int, count: int, dtype: Dtype, op: Op, timeout_s: float, block: bool, source: int = 0) -> Ticket:
-        """
-        Reduces `count` elements of `source`, or of `data` where that is 0, into `data`.
-        """
-
-    def reduce(self, data: int, count: int, dtype: Dtype, op: Op, root: int, timeout_s: float, block: bool) -> Ticket: ...
-
-    def reduce_scatter(self, inputs: Sequence[int], output: int, count: int, dtype: Dtype, op: Op, timeout_s: float, block: bool) -> Ticket: ...
-
-    def broadcast(self, data: int, size_bytes: int, code: int, root: int, timeout_s: float, block: bool) -> Ticket: ...
-
-    def all_gather(self, input: int, size_bytes: int, outputs: Sequence[tuple[int, int]], code: int, timeout_s: float, block: bool) -> Ticket: ...
-
-    def gather(self, input: int, size_bytes: int, outputs: Sequence[tuple[int, int]], code: int, root: int, timeout_s: float, block: bool) -> Ticket: ...
-
-    def scatter(self, inputs: Sequence[tuple[int, int]], output: int, size_bytes: int, code: int, root: int, timeout_s: float, block: bool) -> Ticket: ...
-
-    def all_to_all(self, inputs: Sequence[tuple[int, int]], outputs: Sequence[tuple[int, int]], code: int, timeout_s: float, block: bool) -> Ticket: ...
-
-    def barrier(self, timeout_s: float, block: bool) -> Ticket: ...
-
-    def send(self, data: int, size_bytes: int, to: int, tag: int, code: int, timeout_s: float) -> Transfer: ...
-
-    def receive(self, data: int, size_bytes: int, source: int, tag: int, code: int, timeout_s: float) -> Transfer:
-        """Receives from `source`; from any rank if it is -1."""
-
-    def wait_transfer(self, transfer: Transfer, timeout_s: float) -> bool:
-        """Waits for a send or receive; False: it is not done yet."""
-
-    def report(self, message: str, names: Sequence[int], timed_out: bool) -> None:
-        """Breaks the group for all ranks; the first failure counts."""
-
-    def close(self) -> None: ...
-
-    @property
-    def jobs(self) -> int: ...
-
-    def all_reduce_through(self, data: int, count: int, dtype: Dtype, op: Op, piece_bytes: int, start: Callable[[int, int, float], None], finish: Callable[[], Failure | None], timeout_s: float, block: bool, source: int = 0) -> Ticket | None:
-        """
-        As all_reduce, but others sum between hosts: the leaders call `start(first, count, timeout_s)` for each piece, and `finish()` to wait for the oldest sum, which divides averages too.
-        """
-
-class CoalescedHostCalls:
-    """Collectives that are made as one call."""
-
-    def __init__(self) -> None: ...
-
-    def run_on(self, on: HostCommunicator, digest: int, timeout_s: float, block: bool) -> Ticket:
-        """
-        Runs them, once all ranks have the same number of them and the same digest, of all that must be equal.
-        """
-
-    def all_reduce(self, data: int, count: int, dtype: Dtype, op: Op, timeout_s: float, block: bool, source: int = 0) -> Ticket:
-        """
-        Reduces `count` elements of `source`, or of `data` where that is 0, into `data`.
-        """
-
-    def reduce(self, data: int, count: int, dtype: Dtype, op: Op, root: int, timeout_s: float, block: bool) -> Ticket: ...
-
-    def reduce_scatter(self, inputs: Sequence[int], output: int, count: int, dtype: Dtype, op: Op, timeout_s: float, block: bool) -> Ticket: ...
-
-    def broadcast(self, data: int, size_bytes: int, code: int, root: int, timeout_s: float, block: bool) -> Ticket: ...
-
-    def all_gather(self, input: int, size_bytes: int, outputs: Sequence[tuple[int, int]], code: int, timeout_s: float, block: bool) -> Ticket: ...
-
-    def gather(self, input: int, size_bytes: int, outputs: Sequence[tuple[int, int]], code: int, root: int, timeout_s: float, block: bool) -> Ticket: ...
-
-    def scatter(self, inputs: Sequence[tuple[int, int]], output: int, size_bytes: int, code: int, root: int, timeout_s: float, block: bool) -> Ticket: ...
-
-    def all_to_all(self, inputs: Sequence[tuple[int, int]], outputs: Sequence[tuple[int, int]], code: int, timeout_s: float, block: bool) -> Ticket: ...
-
-    def barrier(self, timeout_s: float, block: bool) -> Ticket: ...
-
-    def all_reduce_through(self, data: int, count: int, dtype: Dtype, op: Op, piece_bytes: int, start: Callable[[int, int, float], None], finish: Callable[[], Failure | None], timeout_s: float, block: bool, source: int = 0) -> Ticket | None:
-        """
-        As all_reduce, but others sum between hosts: the leaders call `start(first, count, timeout_s)` for each piece, and `finish()` to wait for the oldest sum, which divides averages too.
-        """

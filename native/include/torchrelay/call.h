@@ -23,7 +23,12 @@ enum class Kind : std::uint8_t {
   kCoalesced,
 };
 
-const char* name(Kind kind) noexcept;
+// By Kind.
+inline constexpr const char* kKindNames[] = {"nothing",    "all_reduce", "reduce",   "reduce_scatter",
+                                             "broadcast",  "all_gather", "gather",   "scatter",
+                                             "all_to_all", "barrier",    "coalesced"};
+
+constexpr const char* name(Kind kind) noexcept { return kKindNames[static_cast<int>(kind)]; }
 
 struct Call {
   Kind kind = Kind::kNone;
@@ -42,8 +47,6 @@ static_assert(sizeof(Call) == 16);
 Call reduction_call(Kind kind, std::size_t count, Dtype dtype, Op op, int root = -1);
 // `code` is the caller's code of the element type.
 Call bytes_call(Kind kind, std::uint8_t code, int root = -1, std::size_t count = 0);
-// `number` calls made as one; `digest` is of all that must be equal on all ranks.
-Call coalesced_call(int number, std::uint64_t digest);
 
 // For messages; `names` are the ranks as users know them.
 std::string describe(const Call& call, const std::vector<int>& names);

@@ -16,13 +16,40 @@
 // All throw kArgument, before anything is sent, if there is no rank `root` or not one block for each rank.
 #pragma once
 
+#include <chrono>
 #include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
 #include <vector>
 
 #include "torchrelay/shared_group.h"
 #include "torchrelay/transport/transfer.h"
 
 namespace torchrelay {
+
+// Sums between hosts in the network; on leaders only. Both may throw.
+struct NetworkSum {
+  std::size_t piece_bytes = 0;
+  // Starts to sum `count` elements from `first` on over the hosts.
+  std::function<void(std::size_t first, std::size_t count, std::chrono::nanoseconds timeout)> start;
+  std::function<void()> finish;  // waits for the oldest sum, which is then complete and divided
+};
+
+// One rank's part in a collective: what it reads and writes, as the functions below have it. `code` is that
+// of the element type; of a reduction, a Dtype.
+struct Collective {
+  Kind kind = Kind::kBarrier;
+  std::vector<Block> inputs, outputs;
+  std::uint8_t code = 0;
+  Op op = Op::kSum;
+  int root = -1;
+  std::shared_ptr<const NetworkSum> network{};  // of an all_reduce; null: hosts send each other their sums
+};
+
+// The call of a rank that makes several as one; its count is a digest of all that must be equal on all ranks.
+Call coalesced_call(std::span<const Collective> calls, int rank);
 
 // data: count elements, replaced by the result; those to reduce are in `source`, if that is not null.
 void all_reduce(SharedGroup& group, const Operation& operation, std::byte* data, std::size_t count,

@@ -1,4 +1,5 @@
-// The element types that the native core computes with. Adding one begins here.
+// The element types of tensors. Adding one begins here; reduce.h says which are
+// reduced.
 #pragma once
 
 #include <cstddef>
@@ -17,6 +18,15 @@ enum class Dtype : std::uint8_t {
   kBfloat16,
   kFloat32,
   kFloat64,
+  kBool,
+  kComplex64,
+  kComplex128,
+  kComplex32,
+  kUint16,
+  kUint32,
+  kUint64,
+  kFloat8E4m3fn,
+  kFloat8E5m2,
 };
 
 struct DtypeInfo {
@@ -25,9 +35,11 @@ struct DtypeInfo {
 };
 
 // By Dtype.
-inline constexpr DtypeInfo kDtypeInfos[] = {{"int8", 1},     {"uint8", 1},   {"int16", 2},
-                                            {"int32", 4},    {"int64", 8},   {"float16", 2},
-                                            {"bfloat16", 2}, {"float32", 4}, {"float64", 8}};
+inline constexpr DtypeInfo kDtypeInfos[] = {
+    {"int8", 1},      {"uint8", 1},         {"int16", 2},      {"int32", 4},   {"int64", 8},
+    {"float16", 2},   {"bfloat16", 2},      {"float32", 4},    {"float64", 8}, {"bool", 1},
+    {"complex64", 8}, {"complex128", 16},   {"complex32", 4},  {"uint16", 2},  {"uint32", 4},
+    {"uint64", 8},    {"float8_e4m3fn", 1}, {"float8_e5m2", 1}};
 inline constexpr int kNumDtypes = static_cast<int>(std::size(kDtypeInfos));
 
 constexpr std::size_t size_bytes(Dtype dtype) noexcept {

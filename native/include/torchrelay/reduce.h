@@ -2,7 +2,9 @@
 //
 // The sources are combined in the order given, so the result does not depend on who computes it, nor on the
 // instruction set, nor on how an array was cut in pieces. float16 and bfloat16 are added up in float32 and
-// rounded once, to nearest even. Integers wrap around. MIN and MAX of a NaN is a NaN.
+// rounded once, to nearest even. Integers wrap around. MIN and MAX of a NaN is a NaN. bool is reduced as
+// logic: SUM and MAX are or, PRODUCT and MIN are and. Complex numbers are added as pairs, and have no other
+// reductions. PREMUL_SUM is the sum of what was multiplied before.
 #pragma once
 
 #include <cstddef>
@@ -15,10 +17,11 @@
 
 namespace torchrelay {
 
-enum class Op : std::uint8_t { kSum, kAverage, kProduct, kMin, kMax, kAnd, kOr, kXor };
+enum class Op : std::uint8_t { kSum, kAverage, kProduct, kMin, kMax, kAnd, kOr, kXor, kPremulSum };
 
 // By Op; c10d's names.
-inline constexpr const char* kOpNames[] = {"SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"};
+inline constexpr const char* kOpNames[] = {"SUM",  "AVG", "PRODUCT", "MIN",       "MAX",
+                                           "BAND", "BOR", "BXOR",    "PREMUL_SUM"};
 inline constexpr int kNumOps = static_cast<int>(std::size(kOpNames));
 
 constexpr const char* name(Op op) noexcept { return kOpNames[static_cast<int>(op)]; }
@@ -29,7 +32,9 @@ constexpr const char* name(Op op) noexcept { return kOpNames[static_cast<int>(op
 using Kernel = void (*)(const std::byte* const* sources, int count_sources, std::byte* out,
                         std::size_t count);
 
-// The kernel for this machine's best instruction set. Throws kArgument for AND, OR, XOR of floating point.
+bool reduces(Dtype dtype, Op op) noexcept;
+
+// The kernel for this machine's best instruction set. Throws kArgument unless it reduces that.
 Kernel find_kernel(Dtype dtype, Op op);
 
 // The same for a named instruction set, one of instruction_sets(); for tests and benchmarks.

@@ -8,12 +8,11 @@
 #include <numeric>
 #include <string>
 
-#include "torchrelay/collectives.h"
+#include "../shares.h"
 
 namespace torchrelay::transport {
 namespace {
 
-constexpr std::size_t kLine = 64;
 // Tags; those of users are not negative.
 constexpr std::int32_t kRecords = -1, kParts = -2, kSums = -3;
 // Whoever waits for the cause of a delay names it; those behind it wait this much longer.
@@ -283,7 +282,6 @@ class Reduction {
         local_(round.local),
         at_(round.at),
         data_(data),
-        size_(count * size_bytes(dtype)),
         item_(size_bytes(dtype)),
         dtype_(dtype),
         partial_(partial(op, dtype)),
@@ -293,12 +291,12 @@ class Reduction {
         keeps_(root < 0 || root == at_.rank),
         workers_(at_.ranks[0].size()) {
     for (const auto& ranks : at_.ranks) workers_ = std::min(workers_, ranks.size());
-    block_ = at_.share_bytes * workers_;
-    if (at_.share_bytes == 0 || at_.share_bytes % kLine != 0 || block_ > local_.shape().slot_bytes)
+    shares_ = {count * item_, at_.share_bytes * workers_, workers_};
+    if (at_.share_bytes == 0 || at_.share_bytes % kLine != 0 || shares_.block > local_.shape().slot_bytes)
       throw Error(Code::kArgument, "shares of " + std::to_string(at_.share_bytes) +
                                        " bytes do not fit slots of " +
                                        std::to_string(local_.shape().slot_bytes));
-    const std::size_t used = std::min(at_.share_bytes, size_);
+    const std::size_t used = std::min(at_.share_bytes, shares_.size);
     if (works())
       for (auto& stage : stages_) {
         stage.parts = round.scratch(used * at_.ranks.size());
@@ -307,8 +305,8 @@ class Reduction {
   }
 
   void run() {
-    if (round_.has_neighbours()) round_.group.count_shared(size_);
-    const std::size_t blocks = (size_ + block_ - 1) / block_;
+    if (round_.has_neighbours()) round_.group.count_shared(shares_.size);
+    const std::size_t blocks = shares_.blocks();
     for (std::size_t i = 0; i < blocks + kPublish; ++i) {
       if (i < blocks) copy_in(i);
       if (i >= kPublish && works() && has_result(round_.host)) publish(i - kPublish);
@@ -325,9 +323,6 @@ class Reduction {
   static constexpr std::size_t kCombine = 1, kPublish = 3;
   static constexpr std::size_t kAllHosts = ~std::size_t{0};
 
-  struct Span {
-    std::size_t start, size;  // bytes
-  };
   struct Stage {
     std::byte* parts = nullptr;
     std::byte* share = nullptr;  // where data keep their values
@@ -338,17 +333,9 @@ class Reduction {
   bool has_result(std::size_t host) const { return root_host_ == kAllHosts || root_host_ == host; }
   Stage& stage(std::size_t block) { return stages_[block % stages_.size()]; }
 
-  // In the message.
-  Span share(std::size_t block, std::size_t worker) const {
-    const std::size_t start = block * block_, length = std::min(block_, size_ - start);
-    const std::size_t size = (length + workers_ * kLine - 1) / (workers_ * kLine) * kLine;
-    const std::size_t from = std::min(length, worker * size);
-    return {start + from, std::min(size, length - from)};
-  }
-
   // This worker's share.
   Block own(std::size_t block) {
-    const Span span = share(block, round_.mine);
+    const auto span = shares_.of(block, round_.mine);
     return {keeps_ ? data_ + span.start : stage(block).share, span.size};
   }
 
@@ -361,10 +348,10 @@ class Reduction {
 
   // Publishes the shares that other ranks of this host add up.
   void copy_in(std::size_t block) {
-    std::byte* slot = local_.next_slot(block_);
-    const std::size_t start = block * block_;
+    std::byte* slot = local_.next_slot(shares_.block);
+    const std::size_t start = block * shares_.block;
     for (std::size_t worker = 0; worker < workers_; ++worker) {
-      const Span span = share(block, worker);
+      const auto span = shares_.of(block, worker);
       if (worker != round_.mine && span.size != 0)
         std::memcpy(slot + (span.start - start), data_ + span.start, span.size);
     }
@@ -373,13 +360,13 @@ class Reduction {
   void exchange_parts(std::size_t block) {
     Stage& now = stage(block);
     round_.finish(now.sent);
-    const Span span = share(block, round_.mine);
+    const auto span = shares_.of(block, round_.mine);
     const Block sum = own(block);
     if (span.size != 0 && (round_.has_neighbours() || !keeps_)) {
       std::vector<const std::byte*> sources;
       for (int rank = 0; rank < local_.size(); ++rank)
         sources.push_back(rank == local_.rank() ? data_ + span.start
-                                                : local_.slot(rank) + (span.start - block * block_));
+                                                : local_.slot(rank) + (span.start - block * shares_.block));
       kernel_(sources.data(), local_.size(), sum.data, sum.size_bytes / item_);
     }
     std::byte* into = now.parts;
@@ -423,7 +410,7 @@ class Reduction {
   void copy_out(std::size_t block) {
     for (std::size_t i = 0; i < workers_; ++i) {
       const std::size_t worker = (round_.mine + i) % workers_;
-      const Span span = share(block, worker);
+      const auto span = shares_.of(block, worker);
       if (worker != round_.mine && span.size != 0)
         std::memcpy(data_ + span.start, local_.result(static_cast<int>(worker)), span.size);
     }
@@ -435,14 +422,15 @@ class Reduction {
   SharedGroup& local_;
   const Hosts& at_;
   std::byte* data_;
-  const std::size_t size_, item_;
+  const std::size_t item_;
   const Dtype dtype_;
   const Op partial_;
   const bool divides_;
   const Kernel kernel_;
   const std::size_t root_host_;
   const bool keeps_;  // the result
-  std::size_t workers_, block_;
+  std::size_t workers_;
+  Shares shares_{};
   std::array<Stage, kPublish + 1> stages_;
 };
 
@@ -572,13 +560,8 @@ void HostGroup::require_whole() const {
 }
 
 void all_reduce(HostGroup& group, const Operation& operation, std::byte* data, std::size_t count, Dtype dtype,
-                Op op, const std::byte* source) {
-  reduce_any(group, operation, data, count, dtype, op, source, -1, nullptr);
-}
-
-void all_reduce(HostGroup& group, const Operation& operation, std::byte* data, std::size_t count, Dtype dtype,
-                Op op, const std::byte* source, const NetworkSum& network) {
-  reduce_any(group, operation, data, count, dtype, op, source, -1, &network);
+                Op op, const std::byte* source, const NetworkSum* network) {
+  reduce_any(group, operation, data, count, dtype, op, source, -1, network);
 }
 
 void reduce(HostGroup& group, const Operation& operation, std::byte* data, std::size_t count, Dtype dtype,

@@ -31,7 +31,12 @@ struct Listener::Stranger {
 };
 
 Listener::Listener(EventLoop& loop, Descriptor socket, ListenerOptions options, Admit admit)
-    : loop_(loop), options_(options), admit_(std::move(admit)), socket_(std::move(socket)) {
+    : loop_(loop),
+      options_(options),
+      admit_(std::move(admit)),
+      socket_(std::move(socket)),
+      spare_(eventfd(0, EFD_CLOEXEC)) {
+  if (!spare_) throw Error(Code::kUnavailable, with_errno("keeping a file descriptor for a connection"));
   fcntl(socket_.get(), F_SETFL, fcntl(socket_.get(), F_GETFL) | O_NONBLOCK);
   const std::lock_guard guard(lock_);
   watch_ = loop_.watch(socket_.get(), EPOLLIN, [this](std::uint32_t) { accept_all(); });

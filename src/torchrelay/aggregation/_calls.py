@@ -11,15 +11,16 @@ from typing import Any
 
 import torch
 
-from torchrelay._native import Op
+from torchrelay._group import Op
 from torchrelay._torch import premul_factor
-from torchrelay.aggregation._dtypes import OPS
+from torchrelay.aggregation._dtypes import OPS, check_reduction
 from torchrelay.aggregation._plane import Tensors
 from torchrelay.errors import ArgumentError
 
 __all__ = [
     "as_lists",
     "check_rank",
+    "check_reduction",
     "check_tag",
     "first_tensor",
     "on_root",
@@ -33,8 +34,6 @@ __all__ = [
     "split",
     "split_rows",
 ]
-
-_PREMUL_SUM = 8
 
 
 def as_lists(tensors: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -71,8 +70,8 @@ def options_of(kind: Callable[[], Any], given: Iterable[Any]) -> Any:
 
 def reduction_of(opts: Any) -> tuple[Op, float | None]:
     """Return the op, and the factor of PREMUL_SUM."""
-    value = opts.reduceOp.op.value
-    return OPS[value], premul_factor(opts.reduceOp) if value == _PREMUL_SUM else None
+    op = OPS[opts.reduceOp.op.value]
+    return op, premul_factor(opts.reduceOp) if op is Op.PREMUL_SUM else None
 
 
 def single(tensors: Tensors, operation: str) -> torch.Tensor:

@@ -6,7 +6,6 @@ plane, a Work. A call that c10d marks as synchronous runs in the calling thread 
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -14,10 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from torchrelay._group import ANY_RANK, Collective, Kind, Op, code
 from torchrelay._torch import dispatches_itself, is_host_memory
 from torchrelay.aggregation import _calls as calls
-from torchrelay.aggregation._dtypes import NATIVE, as_native, code
-from torchrelay.aggregation._plane import ANY_RANK, Op, Operations, Plane, Tensors
+from torchrelay.aggregation._dtypes import SUMMED
+from torchrelay.aggregation._plane import Plane, Tensors
 from torchrelay.aggregation._work import (
     DoneWork,
     PendingWork,
@@ -25,7 +25,7 @@ from torchrelay.aggregation._work import (
     TransferWork,
     seconds,
 )
-from torchrelay.errors import ArgumentError, MismatchError, UnsupportedError
+from torchrelay.errors import MismatchError, UnsupportedError
 
 __all__ = ["Collectives"]
 
@@ -61,7 +61,7 @@ class Collectives:
         """
         if (  # is_host_memory, without a call
             type(output) is not torch.Tensor
-            or output.dtype not in NATIVE
+            or output.dtype not in SUMMED
             or output.layout is not _STRIDED
             or not output.is_cpu
             or not output.is_contiguous()
@@ -74,22 +74,22 @@ class Collectives:
         else:
             timeout_s = seconds(given, self.timeout_s)
         self.count += 1
-        self.plane.all_reduce(output, source, Op.SUM, timeout_s, True)
+        self.plane.all_reduce(output, source, Op.SUM, timeout_s)
         return _DONE
 
     def all_reduce(self, tensors: Tensors, opts: Any) -> dist.Work:
         op, factor = calls.reduction_of(opts)
         if any(tensor.layout is not torch.strided for tensor in tensors):
             self.count += 1
-            self._sum_sparse(tensors, op, factor, seconds(opts.timeout, self.timeout_s))
+            self._sum_sparse(tensors, op, seconds(opts.timeout, self.timeout_s))
             return DoneWork(tensors)
         staging = _Staging()
         for tensor in tensors:
-            buffer, native_op = as_native(staging.inout(tensor, factor), op)
-            staging.add("all_reduce", buffer, buffer, native_op)
+            calls.check_reduction(tensor.dtype, op)
+            staging.add(Kind.all_reduce, (), [staging.inout(tensor, factor)], op)
         return self._run(staging, opts, tensors)
 
-    def _sum_sparse(self, tensors: Tensors, op: Op, factor: float | None, timeout_s: float) -> None:
+    def _sum_sparse(self, tensors: Tensors, op: Op, timeout_s: float) -> None:
         """Replace the tensors (COO, of any number of sparse and dense dimensions) by their sums
         over all ranks. Blocks: every rank gathers all indices and values, and adds them up.
 
@@ -100,10 +100,9 @@ class Collectives:
             MismatchError: the ranks' numbers of tensors, shapes or dtypes differ.
         """
         for tensor in tensors:
-            if tensor.layout is not torch.sparse_coo or op is not Op.SUM or factor is not None:
-                name = op.name if factor is None else "PREMUL_SUM"
+            if tensor.layout is not torch.sparse_coo or op is not Op.SUM:
                 raise UnsupportedError(
-                    f"sml: {name} of {tensor.layout} tensors is not supported; all_reduce takes "
+                    f"sml: {op.name} of {tensor.layout} tensors is not supported; all_reduce takes "
                     "the SUM of torch.sparse_coo tensors, all else needs dense ones (e.g. "
                     "Embedding(sparse=False))"
                 )
@@ -124,7 +123,7 @@ class Collectives:
             facts += [code(part.dtype), part.sparse_dim(), part.dim(), *part.shape]
         mine = torch.tensor([*facts, *(part._nnz() for part in parts)], device="cpu")
         everyones = [torch.empty_like(mine) for _ in range(self.size)]
-        self.plane.all_gather(everyones, mine, timeout_s, True)
+        self._gather(everyones, mine, timeout_s)
         theirs = [row.tolist() for row in everyones]
         if any(row[: len(facts)] != facts for row in theirs):
             shown = [row[: len(facts)] for row in theirs]
@@ -142,8 +141,8 @@ class Collectives:
         indices, values = part.indices().contiguous(), part.values().contiguous()
         all_indices = [indices.new_empty(indices.shape[0], count) for count in counts]
         all_values = [values.new_empty(count, *values.shape[1:]) for count in counts]
-        self.plane.all_gather(all_indices, indices, timeout_s, True)
-        self.plane.all_gather(all_values, values, timeout_s, True)
+        self._gather(all_indices, indices, timeout_s)
+        self._gather(all_values, values, timeout_s)
         return torch.sparse_coo_tensor(
             torch.cat(all_indices, 1),
             torch.cat(all_values),
@@ -158,8 +157,8 @@ class Collectives:
         tensor = calls.single(tensors, "reduce")
         staging = _Staging()
         stage = staging.inout if self.rank == root else staging.input
-        buffer, native_op = as_native(stage(tensor, factor), op)
-        staging.add("reduce", buffer, native_op, root)
+        calls.check_reduction(tensor.dtype, op)
+        staging.add(Kind.reduce, (), [stage(tensor, factor)], op, root)
         return self._run(staging, opts, tensors)
 
     def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> dist.Work:
@@ -167,9 +166,9 @@ class Collectives:
         staging = _Staging()
         for output, blocks in zip(outputs, inputs, strict=True):
             calls.one_block_a_rank(blocks, self.size, output, "reduce_scatter")
-            into, native_op = as_native(staging.output(output), op)
-            sources = [as_native(staging.input(block, factor), op)[0] for block in blocks]
-            staging.add("reduce_scatter", into, sources, native_op)
+            calls.check_reduction(output.dtype, op)
+            sources = [staging.input(block, factor) for block in blocks]
+            staging.add(Kind.reduce_scatter, sources, [staging.output(output)], op)
         return self._run(staging, opts, outputs)
 
     def reduce_scatter_tensors(self, outputs: Any, inputs: Any, opts: Any) -> dist.Work:
@@ -188,7 +187,7 @@ class Collectives:
         staging = _Staging()
         stage = staging.input if root == self.rank else staging.output
         for tensor in tensors:
-            staging.add("broadcast", stage(tensor), root)
+            staging.add(Kind.broadcast, (), [stage(tensor)], root=root)
         return self._run(staging, opts, tensors)
 
     def all_gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> dist.Work:
@@ -197,7 +196,7 @@ class Collectives:
             calls.same_dtype([*targets, tensor], "all_gather")
             calls.one_a_rank(targets, self.size, "all_gather", "outputs")
             buffers = [staging.output(target) for target in targets]
-            staging.add("all_gather", buffers, staging.input(tensor))
+            staging.add(Kind.all_gather, [staging.input(tensor)], buffers)
         return self._run(staging, opts, [t for targets in outputs for t in targets])
 
     def all_gather_coalesced(
@@ -214,8 +213,11 @@ class Collectives:
             calls.same_dtype([output, tensor], "all_gather_into_tensor")
             buffer = staging.output(output)
             blocks = calls.split(buffer, self.size, tensor, "all_gather_into_tensor")
-            staging.add("all_gather", blocks, staging.input(tensor))
+            staging.add(Kind.all_gather, [staging.input(tensor)], blocks)
         return self._run(staging, opts, outputs)
+
+    def _gather(self, blocks: Tensors, row: torch.Tensor, timeout_s: float) -> None:
+        self.plane.run([Collective(Kind.all_gather, [row], blocks)], timeout_s, True)
 
     def row_gather(self, row: torch.Tensor, rows: torch.Tensor) -> Callable[[], None]:
         """Return a function that copies every rank's plain ``row`` into ``rows``, blocking."""
@@ -223,7 +225,7 @@ class Collectives:
 
         def gather() -> None:
             self.count += 1
-            self.plane.all_gather(blocks, row, self.timeout_s, True)
+            self._gather(blocks, row, self.timeout_s)
 
         return gather
 
@@ -234,7 +236,7 @@ class Collectives:
         calls.same_dtype([*targets, tensor], "gather")
         staging = _Staging()
         buffers = [staging.output(target) for target in targets]
-        staging.add("gather", buffers, staging.input(tensor), root)
+        staging.add(Kind.gather, [staging.input(tensor)], buffers, root=root)
         return self._run(staging, opts, targets)
 
     def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> dist.Work:
@@ -244,7 +246,7 @@ class Collectives:
         calls.same_dtype([*sources, output], "scatter")
         staging = _Staging()
         blocks = [staging.input(source) for source in sources]
-        staging.add("scatter", staging.output(output), blocks, root)
+        staging.add(Kind.scatter, blocks, [staging.output(output)], root=root)
         return self._run(staging, opts, outputs)
 
     def all_to_all(self, outputs: Tensors, inputs: Tensors, opts: Any) -> dist.Work:
@@ -253,7 +255,7 @@ class Collectives:
         calls.one_a_rank(inputs, self.size, "all_to_all", "inputs")
         staging = _Staging()
         targets = [staging.output(output) for output in outputs]
-        staging.add("all_to_all", targets, [staging.input(block) for block in inputs])
+        staging.add(Kind.all_to_all, [staging.input(block) for block in inputs], targets)
         return self._run(staging, opts, outputs)
 
     def all_to_all_single(
@@ -268,14 +270,14 @@ class Collectives:
         staging = _Staging()
         into = calls.split_rows(staging.output(output), self.size, output_splits, "output")
         blocks = calls.split_rows(staging.input(tensor), self.size, input_splits, "input")
-        staging.add("all_to_all", into, blocks)
+        staging.add(Kind.all_to_all, blocks, into)
         return self._run(staging, opts, [output])
 
     # --- synchronisation and messages
 
     def barrier(self, opts: Any) -> dist.Work:
         staging = _Staging()
-        staging.add("barrier")
+        staging.add(Kind.barrier)
         return self._run(staging, opts, [])
 
     def send(self, tensors: Tensors, to: int, tag: int) -> dist.Work:
@@ -294,11 +296,9 @@ class Collectives:
         calls.check_tag(tag, name)
         staging = _Staging()
         if name == "send":
-            staging.add("send", staging.input(tensor), peer, tag)
+            transfer = self.plane.send(staging.input(tensor), peer, tag, self.timeout_s)
         else:
-            staging.add("receive", staging.output(tensor), peer, tag)
-        ((operation, arguments),) = staging.operations  # which keep the buffer alive
-        transfer = getattr(self.plane, operation)(*arguments, self.timeout_s)
+            transfer = self.plane.receive(staging.output(tensor), peer, tag, self.timeout_s)
         if transfer is None:
             return staging.done(tensors, max(peer, 0))
         return self.pending.keep(TransferWork(self.plane, transfer, tensors, staging.finish))
@@ -313,51 +313,29 @@ class Collectives:
         timeout_s = seconds(opts.timeout, self.timeout_s)
         block = not getattr(opts, "asyncOp", True) and not self.pending.is_coalescing
         self.count += 1
-        if len(staging.operations) == 1:
-            ((operation, arguments),) = staging.operations
-            ticket = getattr(self.plane, operation)(*arguments, timeout_s, block)
-        else:
-            ticket = self.plane.coalesced(
-                staging.operations, self._digest(staging.operations), timeout_s, block
-            )
+        ticket = self.plane.run(staging.calls, timeout_s, block)
         if ticket is None:
             return staging.done(tensors)
         return self.pending.keep(PendingWork([ticket], tensors, staging.finish))
 
-    def _digest(self, operations: Operations) -> int:
-        """Return a number of 64 bits that is equal on ranks whose operations fit together."""
-
-        def facts(argument: Any) -> Any:
-            if isinstance(argument, torch.Tensor):
-                return code(argument.dtype), argument.nbytes
-            if isinstance(argument, Op):
-                return argument.name
-            return [*map(facts, argument)] if isinstance(argument, Sequence) else argument
-
-        text = []
-        for operation, arguments in operations:
-            own: Any = None
-            if operation == "all_gather":  # whose inputs may differ, but not from their outputs
-                outputs, source = arguments
-                own = None if outputs[self.rank].nbytes == source.nbytes else self.rank
-                arguments = (outputs,)  # noqa: PLW2901
-            text.append((operation, own, facts(arguments)))
-        digest = hashlib.blake2b(repr(text).encode(), digest_size=8)
-        return int.from_bytes(digest.digest(), "big")
-
 
 class _Staging:
-    """The buffers of one call, contiguous and on the CPU, and the operations of the data plane that
-    use them.
-    """
+    """The buffers of one call, contiguous and on the CPU, and the collectives that use them."""
 
     def __init__(self) -> None:
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self.operations: list[tuple[str, tuple[Any, ...]]] = []
+        self._buffers: list[torch.Tensor] = []  # which stay alive
+        self.calls: list[Collective] = []
 
-    def add(self, operation: str, *arguments: Any) -> None:
-        """Add an operation and its arguments, without ``timeout_s`` and ``block``."""
-        self.operations.append((operation, arguments))
+    def add(
+        self,
+        kind: Kind,
+        inputs: Tensors = (),
+        outputs: Tensors = (),
+        op: Op = Op.SUM,
+        root: int = -1,
+    ) -> None:
+        self.calls.append(Collective(kind, inputs, outputs, op, root))
 
     def input(self, tensor: torch.Tensor, factor: float | None = None) -> torch.Tensor:
         """Return a plain tensor with the values of ``tensor``, times ``factor``."""
@@ -389,10 +367,6 @@ class _Staging:
                 f"sml: {tensor.layout} tensors are supported by all_reduce only; use dense ones "
                 "(e.g. Embedding(sparse=False))"
             )
-        if factor is not None and not (tensor.is_floating_point() or tensor.is_complex()):
-            raise ArgumentError(
-                f"PREMUL_SUM of {tensor.dtype} is not defined: it needs a floating-point dtype"
-            )
         if factor is None and is_host_memory(tensor):
             return tensor
         # Pinned for a CUDA tensor, so that copies run at the link's speed.
@@ -404,7 +378,8 @@ class _Staging:
                 buffer.copy_(tensor)  # from a GPU: waits for the current stream
                 if factor is not None:  # the caller's tensor stays until all ranks agree
                     buffer.mul_(factor)
-        elif tensor.is_cuda:  # what is queued may still write to it
+        self._buffers.append(buffer)
+        if not is_input and tensor.is_cuda:  # what is queued may still write to it
             torch.cuda.current_stream(tensor.device).synchronize()
         if is_output:
             self._copies.append((tensor, buffer))

@@ -1,46 +1,27 @@
-"""The dtypes that are reduced natively, and substitutes for the others."""
+"""Which dtypes are reduced, and how c10d's reductions are called."""
 
 from __future__ import annotations
 
 import torch
 
-from torchrelay._native import Dtype, Op
+from torchrelay import _native
+from torchrelay._group import CODES, Op
+from torchrelay._native import Dtype
 from torchrelay.errors import ArgumentError, UnsupportedError
 
-__all__ = ["NATIVE", "OPS", "as_native", "code"]
+__all__ = ["OPS", "SUMMED", "check_reduction"]
 
-NATIVE: dict[torch.dtype, Dtype] = {getattr(torch, dtype.name): dtype for dtype in Dtype}
-
-# By the value of c10d's ReduceOp; PREMUL_SUM is a SUM of tensors that were multiplied before.
-OPS = (Op.SUM, Op.AVG, Op.PRODUCT, Op.MIN, Op.MAX, Op.BAND, Op.BOR, Op.BXOR, Op.SUM)
-
-_BOOL_OPS = {
-    Op.SUM: Op.BOR,
-    Op.MAX: Op.BOR,
-    Op.BOR: Op.BOR,
-    Op.PRODUCT: Op.BAND,
-    Op.MIN: Op.BAND,
-    Op.BAND: Op.BAND,
-    Op.BXOR: Op.BXOR,
-}
-_BITWISE = (Op.BAND, Op.BOR, Op.BXOR)
-_COMPLEX_OPS = (Op.SUM, Op.AVG)
-
-# Numbers for types in messages and comparisons: the native ones first.
-_OTHERS = "bool complex64 complex128 complex32 uint16 uint32 uint64 float8_e4m3fn float8_e5m2"
-_CODES = {
-    dtype: index
-    for index, dtype in enumerate([*NATIVE, *(getattr(torch, name) for name in _OTHERS.split())])
-}
+OPS = tuple(Op)  # by the value of c10d's ReduceOp
+# Whose memory is what it looks like, too; that of complex ones may be conjugated.
+SUMMED = frozenset(
+    dtype
+    for dtype, code in CODES.items()
+    if _native.reduces(Dtype(code), Op.SUM) and not dtype.is_complex
+)
 
 
-def code(dtype: torch.dtype) -> int:
-    """Return a number for ``dtype`` that is equal on every rank."""
-    return _CODES.get(dtype, 255)
-
-
-def as_native(tensor: torch.Tensor, op: Op) -> tuple[torch.Tensor, Op]:
-    """Return a view of ``tensor``, and the op on it, that the native core can reduce.
+def check_reduction(dtype: torch.dtype, op: Op) -> None:
+    """Raise unless tensors of ``dtype`` are reduced with ``op``.
 
     bool is reduced as logic: SUM and MAX are or, PRODUCT and MIN are and. Complex numbers are added
     as pairs.
@@ -49,19 +30,17 @@ def as_native(tensor: torch.Tensor, op: Op) -> tuple[torch.Tensor, Op]:
         ArgumentError: the op has no meaning for this dtype.
         UnsupportedError: the dtype is not reduced.
     """
-    dtype = tensor.dtype
-    native_op: Op | None
-    if dtype in NATIVE:
-        native_op = None if op in _BITWISE and dtype.is_floating_point else op
-        hint = "it needs an integer dtype or bool"
+    if dtype not in CODES or not _native.reduces(Dtype(CODES[dtype]), Op.SUM):
+        raise UnsupportedError(f"reductions of {dtype} are not supported: convert the tensor first")
+    is_number = dtype.is_floating_point or dtype.is_complex
+    if _native.reduces(Dtype(CODES[dtype]), op) and (op is not Op.PREMUL_SUM or is_number):
+        return
+    if op is Op.PREMUL_SUM:
+        hint = "it needs a floating-point dtype"
     elif dtype is torch.bool:
-        tensor, native_op = tensor.view(torch.uint8), _BOOL_OPS.get(op)
         hint = "convert to a numeric dtype first"
-    elif dtype.is_complex and dtype is not torch.complex32:
-        tensor, native_op = torch.view_as_real(tensor), op if op in _COMPLEX_OPS else None
+    elif dtype.is_complex:
         hint = "complex tensors have SUM and AVG"
     else:
-        raise UnsupportedError(f"reductions of {dtype} are not supported: convert the tensor first")
-    if native_op is None:
-        raise ArgumentError(f"{op.name} of {dtype} is not defined: {hint}")
-    return tensor, native_op
+        hint = "it needs an integer dtype or bool"
+    raise ArgumentError(f"{op.name} of {dtype} is not defined: {hint}")

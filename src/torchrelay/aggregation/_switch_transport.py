@@ -10,9 +10,10 @@ from concurrent.futures import Future, wait
 
 import torch
 
-from torchrelay._native import Failure, HostCommunicator
+from torchrelay._group import Op
+from torchrelay._native import Failure, Group
 from torchrelay._waiting import listed
-from torchrelay.aggregation._plane import LinkStats, Op
+from torchrelay.aggregation._plane import LinkStats
 from torchrelay.aggregation.switch._client import SwitchClient
 from torchrelay.config import Aggregation
 from torchrelay.errors import (
@@ -107,7 +108,7 @@ class SwitchTransport:
         names: Sequence[int],
         settings: Aggregation,
         client: SwitchClient | None,
-        messages: HostCommunicator,
+        messages: Group,
         check: Callable[[], None],
     ) -> None:
         self._leaders, self._names = leaders, names
@@ -128,7 +129,7 @@ class SwitchTransport:
 
     def takes(self, dtype: torch.dtype, op: Op) -> bool:
         """Return whether it sums such tensors; equal on all ranks."""
-        return op in (Op.SUM, Op.AVG) and dtype in self._dtypes
+        return op in (Op.SUM, Op.AVG, Op.PREMUL_SUM) and dtype in self._dtypes
 
     def calls(
         self, tensor: torch.Tensor, op: Op, ranks_here: int

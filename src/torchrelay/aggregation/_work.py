@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.distributed import Work
 
-from torchrelay._native import Ticket, Transfer
+from torchrelay._group import Ticket, Transfer
 from torchrelay._torch import tensor_list_future
 from torchrelay._waiting import FOREVER_S
 from torchrelay.aggregation._plane import Plane

@@ -105,8 +105,11 @@ def _native_table() -> dict[tuple[torch.dtype, Op], tuple[_native.Dtype, _native
     table = {}
     for kind in _native.Dtype:
         dtype = getattr(torch, kind.name)
-        ops = arithmetic if dtype.is_floating_point else arithmetic | bitwise
-        table.update({(dtype, op): (kind, native) for op, native in ops.items()})
+        if dtype is torch.bool or dtype.is_complex:
+            continue
+        for op, native in (arithmetic | bitwise).items():
+            if _native.reduces(kind, native):
+                table[dtype, op] = kind, native
     return table
 
 

@@ -6,17 +6,15 @@ the number of processes.
 
 from __future__ import annotations
 
-import itertools
 import struct
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from typing import NoReturn
 
 import torch
 from torch import Tensor
 
-from torchrelay._native import Communicator, HostCommunicator
+from torchrelay._group import Collective, Group, Kind
 from torchrelay.errors import (
     ArgumentError,
     MismatchError,
@@ -28,9 +26,6 @@ from torchrelay.parameters._arrays import sum_rows
 from torchrelay.world import Ranks
 
 __all__ = ["GradientExchange", "sum_by_key"]
-
-
-_ROWS, _HEADER = 0, 1  # types of messages
 
 
 # What a process does in an exchange, as messages and errors name it.
@@ -72,7 +67,7 @@ class GradientExchange:
     def __init__(
         self,
         ranks: Ranks,
-        open_group: Callable[[], Communicator | HostCommunicator],
+        open_group: Callable[[], Group],
         timeout_s: float,
         on_loss: Callable[[Sequence[int]], None] = lambda _: None,
     ) -> None:
@@ -81,7 +76,7 @@ class GradientExchange:
         self.sent_bytes = 0
 
     @cached_property
-    def _group(self) -> Communicator | HostCommunicator:
+    def _group(self) -> Group:
         try:
             return self._open_group()
         except SegmentError as error:
@@ -123,7 +118,7 @@ class GradientExchange:
         """
         self._headers(_GATHER)
         rows = _packed(keys, values, torch.arange(len(keys), device="cpu"))
-        keys, values = _unpacked(self._all_gather(rows, sizes, _ROWS))
+        keys, values = _unpacked(self._all_gather(rows, sizes))
         order = keys.argsort()
         return keys[order], values[order]
 
@@ -160,7 +155,7 @@ class GradientExchange:
         size = self._ranks.size
         width = 1 + max(3, size)  # in all calls, so that different calls are noticed
         mine = torch.tensor([[call, *numbers] + [0] * (width - 1 - len(numbers))], device="cpu")
-        received = self._all_gather(mine, [1] * size, _HEADER).tolist()
+        received = self._all_gather(mine, [1] * size).tolist()
         other = [rank for rank, row in enumerate(received) if row[0] != call]
         if other:
             there = _CALLS[received[other[0]][0]]
@@ -171,30 +166,23 @@ class GradientExchange:
             )
         return [row[1:] for row in received]
 
-    def _all_gather(self, rows: Tensor, counts: list[int], code: int) -> Tensor:
+    def _all_gather(self, rows: Tensor, counts: list[int]) -> Tensor:
         """Return the rows of all ranks, in order; rank ``i`` has ``counts[i]``."""
         out = rows.new_empty(sum(counts), rows.shape[1])
-        with self._named_failures():
-            self._group.all_gather(
-                rows.data_ptr(), rows.nbytes, _blocks(out, counts), code, self._timeout_s, True
-            )
+        self._run(Collective(Kind.all_gather, [rows], torch.split(out, counts)))
         self.sent_bytes += (self._ranks.size - 1) * rows.nbytes
         return out
 
     def _exchange(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
         """Send ``sent[i]`` rows to rank ``i``, in order; return the rows received, in order."""
         out = rows.new_empty(sum(received), rows.shape[1])
-        with self._named_failures():
-            self._group.all_to_all(
-                _blocks(rows, sent), _blocks(out, received), _ROWS, self._timeout_s, True
-            )
+        self._run(Collective(Kind.all_to_all, torch.split(rows, sent), torch.split(out, received)))
         self.sent_bytes += (sum(sent) - sent[self._ranks.rank]) * rows[:1].nbytes
         return out
 
-    @contextmanager
-    def _named_failures(self) -> Iterator[None]:
+    def _run(self, call: Collective) -> None:
         try:
-            yield
+            self._group.run([call], self._timeout_s, True)
         except (OperationTimeoutError, PeerLostError) as error:
             if isinstance(error, PeerLostError):
                 self._on_loss([self._ranks.names.index(name) for name in error.ranks])
@@ -232,13 +220,3 @@ def _unpacked(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Return keys and values of packed rows."""
     width = torch.int64.itemsize // rows.itemsize
     return rows[:, :width].reshape(-1).view(torch.int64), rows[:, width:]
-
-
-def _blocks(rows: Tensor, counts: list[int]) -> list[tuple[int, int]]:
-    """Return address and size of consecutive blocks of so many ``rows``, which are contiguous."""
-    ends = itertools.accumulate(counts, initial=0)
-    row_bytes = rows[:1].nbytes
-    return [
-        (rows.data_ptr() + start * row_bytes, count * row_bytes)
-        for start, count in zip(ends, counts, strict=False)
-    ]

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from torchrelay import _native, _torch, config, transport
 from torchrelay._addresses import address_for_peers
 from torchrelay._communicators import open_group
+from torchrelay._group import Group
 from torchrelay._waiting import nothing_to_check
 from torchrelay.errors import ArgumentError, ConfigError, PeerLostError
 from torchrelay.world import Meeting, Ranks, World, host_identity
@@ -111,7 +112,7 @@ class Topology:
         return transport.key_name(transport.read_key(self.transport))
 
     @cached_property
-    def group(self) -> _native.Communicator | _native.HostCommunicator:
+    def group(self) -> Group:
         """The processes' group for collectives. Creation is collective, and blocks."""
         return open_group(
             self.ranks,
@@ -130,7 +131,7 @@ class Topology:
         group = self.__dict__.get("group")
         if group is not None and cause is not None:
             lost = [self.ranks.names[rank] for node in cause.ranks for rank in self.nodes[node]]
-            group.report(str(cause), lost, False)
+            group.report(str(cause), lost)
         if group is not None and self._open_tables == 0:
             group.close()
 

@@ -45,7 +45,7 @@ def die(*_: object, **__: object) -> None:
 def _die_while_joining(world: World) -> str:
     if world.rank == 1:
         # After it has reported, before it takes its place in the segment.
-        _native.Communicator = die  # type: ignore[assignment,misc]
+        _native.Group = die  # type: ignore[assignment,misc]
     return heard(lambda: start(world))
 
 

@@ -52,7 +52,7 @@ def reduced(op: Any, tensors: list[torch.Tensor]) -> torch.Tensor:
     if tensors[0].dtype is torch.bool:
         return torch.stack(tensors).any(0)
     stacked = torch.stack(tensors)
-    name = {"SUM": "sum", "MAX": "amax", "AVG": "mean"}[op.name]
+    name = {"SUM": "sum", "MAX": "amax", "AVG": "mean", "BOR": "amax"}[op.name]
     total: torch.Tensor = getattr(stacked, name)(0)
     return total.to(tensors[0].dtype)
 
@@ -224,6 +224,16 @@ COLLECTIVES = (
     all_to_all,
     all_to_all_single,
 )
+# torch passes real views of their complex tensors, whatever backend there is.
+MADE_REAL = (
+    all_reduce,
+    all_reduce_of_columns,
+    broadcast,
+    all_gather,
+    scatter,
+    all_to_all,
+    all_to_all_single,
+)
 OPS = (dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.AVG, PREMUL_SUM)
 
 
@@ -242,6 +252,14 @@ def disagreements(collective: Any, size: int) -> Iterator[tuple[Arguments, Any, 
     yield a, collective, replace(a, dtype=torch.float64)
     if reduces:
         yield replace(a, op=PREMUL_SUM), collective, replace(a, op=dist.ReduceOp.MAX)
+    # What has the same bytes, and is computed in the same way.
+    if collective not in MADE_REAL:
+        yield replace(a, dtype=torch.complex64), collective, Arguments(2 * size)
+    flags = replace(a, dtype=torch.bool, op=dist.ReduceOp.BOR if reduces else a.op)
+    yield flags, collective, replace(flags, dtype=torch.uint8)
+    if reduces:
+        yield a, collective, replace(a, op=PREMUL_SUM)
+        yield flags, collective, replace(flags, op=dist.ReduceOp.MAX)
     if collective in ROOTED:
         yield replace(a, op=PREMUL_SUM), collective, replace(a, op=PREMUL_SUM, root=1)
     if collective in COALESCED:

@@ -5,8 +5,8 @@ from typing import cast
 
 import torch
 
-from torchrelay._native import Failure, HostCommunicator
-from torchrelay.aggregation._plane import Op
+from torchrelay._group import Op
+from torchrelay._native import Failure, Group
 from torchrelay.aggregation._switch_transport import SwitchTransport
 from torchrelay.aggregation.switch import SwitchClient
 from torchrelay.config import Aggregation
@@ -52,7 +52,7 @@ def _fail(client: _Client, group_error: OperationTimeoutError | None) -> Failure
         range(4),
         Aggregation(),
         cast(SwitchClient, client),
-        cast(HostCommunicator, _Messages()),
+        cast(Group, _Messages()),
         check,
     )
     start, finish = transport.calls(torch.ones(8), Op.SUM, 1)

@@ -22,11 +22,9 @@
 
 #include <atomic>
 #include <cstddef>
-#include <functional>
 #include <vector>
 
-#include "torchrelay/call.h"
-#include "torchrelay/shared_group.h"
+#include "torchrelay/collectives.h"
 #include "torchrelay/transport/messenger.h"
 
 namespace torchrelay::transport {
@@ -72,19 +70,9 @@ class HostGroup {
   std::atomic<std::uint64_t> shared_bytes_{0};  // moved through shared memory
 };
 
-// Sums in the network; on leaders only. Both may throw.
-struct NetworkSum {
-  std::size_t piece_bytes = 0;
-  // Starts to sum `count` elements from `first` on over the hosts.
-  std::function<void(std::size_t first, std::size_t count, std::chrono::nanoseconds timeout)> start;
-  std::function<void()> finish;  // waits for the oldest sum, which is then complete and divided
-};
-
 // As in collectives.h.
 void all_reduce(HostGroup& group, const Operation& operation, std::byte* data, std::size_t count, Dtype dtype,
-                Op op, const std::byte* source = nullptr);
-void all_reduce(HostGroup& group, const Operation& operation, std::byte* data, std::size_t count, Dtype dtype,
-                Op op, const std::byte* source, const NetworkSum& network);
+                Op op, const std::byte* source = nullptr, const NetworkSum* network = nullptr);
 void reduce(HostGroup& group, const Operation& operation, std::byte* data, std::size_t count, Dtype dtype,
             Op op, int root);
 void reduce_scatter(HostGroup& group, const Operation& operation, const std::vector<std::byte*>& inputs,

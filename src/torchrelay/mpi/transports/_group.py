@@ -21,6 +21,7 @@ from torch import Tensor
 from torchrelay import _autoload, config
 from torchrelay._addresses import address_for_peers
 from torchrelay._communicators import open_group
+from torchrelay._native import Collective, Kind
 from torchrelay._torch import group_store, store_host
 from torchrelay.errors import ArgumentError
 from torchrelay.mpi import _wait
@@ -37,6 +38,12 @@ from torchrelay.world import Meeting, Ranks, World
 __all__ = ["GroupTransport", "group_transport", "world_transport"]
 
 MAX_TAG = (1 << 31) - 1
+_KINDS = {
+    "Allgatherv": Kind.all_gather,
+    "Alltoallv": Kind.all_to_all,
+    "Gatherv": Kind.gather,
+    "Scatterv": Kind.scatter,
+}
 Run = Callable[[float, bool], Any]
 
 
@@ -111,7 +118,7 @@ class _Place:
             self.address,
             settings.timeout_s,
             config.load(config.Aggregation),
-        )
+        ).native
 
 
 class GroupTransport:
@@ -161,7 +168,7 @@ class GroupTransport:
 
     def row_exchange(self, sent: Tensor, received: Tensor) -> Callable[[bool], Testable]:
         rows = [_block(row) for row in received.view(self.size, -1)]
-        run = partial(self._native.all_gather, *_block(sent), rows, 0)
+        run = partial(self._native.run, [Collective(Kind.all_gather, [_block(sent)], rows)])
         return partial(_Request, run)
 
     def _rows_like(self, x: Tensor) -> Blocks:
@@ -190,14 +197,16 @@ class GroupTransport:
             return self._gather_rows(
                 ours, arrived, lambda rows: total.view(-1).copy_(fold(rows, op))
             )
-        count, group = ours.numel(), self._native
+        code, native_op = native[0].value, native[1]
         if root is None:
-            place = (total.data_ptr(), count, *native)
-            return [_Request(partial(group.all_reduce, *place, source=ours.data_ptr()), arrived)]
-        if self.rank == root and result is not source:
-            total.copy_(ours)
-        mine = total if self.rank == root else ours
-        return [_Request(partial(group.reduce, mine.data_ptr(), count, *native, root), arrived)]
+            blocks = [_block(ours)], [_block(total)]
+            call = Collective(Kind.all_reduce, *blocks, code, native_op)
+        else:
+            if self.rank == root and result is not source:
+                total.copy_(ours)
+            mine = total if self.rank == root else ours
+            call = Collective(Kind.reduce, [], [_block(mine)], code, native_op, root)
+        return [_Request(partial(self._native.run, [call]), arrived)]
 
     def scan(
         self, source: Tensor, result: Tensor, op: Op, exclusive: bool, descending: bool
@@ -227,7 +236,8 @@ class GroupTransport:
         if not memory.is_cpu:
             self._device.broadcast(memory, root)
             return []
-        return [_Request(partial(self._native.broadcast, *_block(memory), 0, root), True)]
+        call = Collective(Kind.broadcast, [], [_block(memory)], root=root)
+        return [_Request(partial(self._native.run, [call]), True)]
 
     def move(
         self,
@@ -246,16 +256,13 @@ class GroupTransport:
         elif not (result if source is None else source).is_cpu:
             self._device.move(sent, received, root)
         else:
-            group = self._native
-            if name == "Allgatherv":
-                run = partial(group.all_gather, *_block(source), _blocks(received), 0)
-            elif name == "Alltoallv":
-                run = partial(group.all_to_all, _blocks(sent), _blocks(received), 0)
-            elif name == "Gatherv":
-                run = partial(group.gather, *_block(source), _blocks(received), 0, root)
-            else:
-                run = partial(group.scatter, _blocks(sent), *_block(result), 0, root)
-            return [_Request(run, arrived, then)]
+            inputs, outputs = _blocks(sent), _blocks(received)
+            if name in ("Allgatherv", "Gatherv"):
+                inputs = [_block(source)]
+            elif name == "Scatterv":
+                outputs = [_block(result)]
+            call = Collective(_KINDS[name], inputs, outputs, root=-1 if root is None else root)
+            return [_Request(partial(self._native.run, [call]), arrived, then)]
         then()
         return []
 

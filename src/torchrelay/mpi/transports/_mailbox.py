@@ -25,7 +25,7 @@ from torchrelay.mpi import _wait
 from torchrelay.mpi._transport import ANY_SOURCE, ANY_TAG, PROC_NULL
 
 if TYPE_CHECKING:
-    from torchrelay._native import Communicator, HostCommunicator, Transfer
+    from torchrelay._native import Group, Transfer
     from torchrelay.mpi.transports._group import GroupTransport
 
 __all__ = ["FOREVER_S", "Mailbox", "Message"]
@@ -78,7 +78,7 @@ class Mailbox:
         size: how many there are.
     """
 
-    def __init__(self, native: Communicator | HostCommunicator, rank: int, size: int) -> None:
+    def __init__(self, native: Group, rank: int, size: int) -> None:
         self._native = native
         self._lock = threading.Lock()
         self._sending: list[tuple[Transfer, object]] = []
