@@ -75,7 +75,7 @@ class Pipeline {
         data_(data),
         mine_(static_cast<std::size_t>(group.rank())),
         ranks_(static_cast<std::size_t>(group.size())),
-        shares_{size, group.shape().slot_bytes / kLine / ranks_ * kLine * ranks_, ranks_} {}
+        shares_{size, group.shape().slot_bytes / Shares::kLine / ranks_ * Shares::kLine * ranks_, ranks_} {}
 
   std::size_t blocks() const { return shares_.blocks(); }
 
@@ -174,7 +174,7 @@ void spread(SharedGroup& group, const Operation& operation, const Call& call, Bl
 void exchange(SharedGroup& group, const Operation& operation, const Call& call,
               const std::vector<Block>& inputs, const std::vector<Block>& outputs) {
   const auto n = static_cast<std::size_t>(group.size());
-  const std::size_t limit = group.shape().slot_bytes / kLine / n * kLine;
+  const std::size_t limit = group.shape().slot_bytes / Shares::kLine / n * Shares::kLine;
   const auto mine = static_cast<std::size_t>(group.rank());
   std::size_t largest = 1;
   for (std::size_t offset = 0; offset == 0 || offset < largest; offset += limit) {
@@ -216,9 +216,9 @@ void reduce_scatter(SharedGroup& group, const Operation& operation, const std::v
   Reducer reducer(group, dtype, op);
   const auto n = static_cast<std::size_t>(group.size());
   const auto mine = static_cast<std::size_t>(group.rank());
-  const std::size_t limit = group.shape().slot_bytes / kLine / n * kLine;
+  const std::size_t limit = group.shape().slot_bytes / Shares::kLine / n * Shares::kLine;
   const std::size_t size = count * size_bytes(dtype);
-  const std::size_t stride = std::min(limit, (size + kLine - 1) / kLine * kLine);
+  const std::size_t stride = std::min(limit, (size + Shares::kLine - 1) / Shares::kLine * Shares::kLine);
   const Call call = reduction_call(Kind::kReduceScatter, count, dtype, op);
   for (std::size_t offset = 0; offset == 0 || offset < size; offset += limit) {
     const std::size_t length = part(size, offset, limit);

@@ -6,11 +6,11 @@
 
 namespace torchrelay {
 
-// Shares start at multiples of this, so that no cache line has two writers.
-inline constexpr std::size_t kLine = 64;
-
 // A message of `size` bytes in blocks, each block in a share for each worker.
 struct Shares {
+  // They start at multiples of this, so that no cache line has two writers.
+  static constexpr std::size_t kLine = 64;
+
   struct Span {
     std::size_t start, size;  // bytes of the message
   };

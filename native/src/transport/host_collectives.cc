@@ -292,7 +292,8 @@ class Reduction {
         workers_(at_.ranks[0].size()) {
     for (const auto& ranks : at_.ranks) workers_ = std::min(workers_, ranks.size());
     shares_ = {count * item_, at_.share_bytes * workers_, workers_};
-    if (at_.share_bytes == 0 || at_.share_bytes % kLine != 0 || shares_.block > local_.shape().slot_bytes)
+    if (at_.share_bytes == 0 || at_.share_bytes % Shares::kLine != 0 ||
+        shares_.block > local_.shape().slot_bytes)
       throw Error(Code::kArgument, "shares of " + std::to_string(at_.share_bytes) +
                                        " bytes do not fit slots of " +
                                        std::to_string(local_.shape().slot_bytes));

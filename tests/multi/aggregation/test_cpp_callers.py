@@ -296,3 +296,52 @@ def test_an_all_gather_of_a_part_of_its_result(world: World) -> None:
         ops.all_gather_into_tensor_out(mine, 2, group.group_name, out=out)  # type: ignore[union-attr]
         ops.wait_tensor(out)
         assert torch.equal(out, torch.cat([ones(0, count), ones(1, count)]))
+
+
+def symmetric_operators() -> list[Any]:
+    names = {
+        name for name in torch._C._dispatch_get_all_op_names() if name.startswith("symm_mem::")
+    }
+    packets = (getattr(torch.ops.symm_mem, name.partition("::")[2].split(".")[0]) for name in names)
+    return [getattr(packet, packet.overloads()[0]) for packet in packets]
+
+
+def argument(kind: str, name: str, group: str) -> Any:
+    made = {
+        "Tensor": torch.ones(4, 4),
+        "List[Tensor]": [torch.ones(4, 4)],
+        "str": group if "group" in name else "sum",
+        "int": 0,
+        "bool": False,
+    }
+    return made.get(kind, [] if kind.startswith("List") else None)
+
+
+@pytest.mark.processes(2, together=True)
+def test_symmetric_memory_is_refused(world: World) -> None:
+    """Its C++ asks a group for rank, size and store, and for NCCL's communicator, once it has
+    memory of a GPU: each of its operators refuses tensors of the CPU before.
+    """
+    from torch.distributed import _symmetric_memory as symm
+
+    dist.init_process_group("sml", store=world.connect(60), rank=world.rank, world_size=2)
+    group: Any = dist.group.WORLD
+    tensor = torch.ones(4)
+    for call in (
+        lambda: symm.empty(4, device="cpu"),
+        lambda: symm.rendezvous(tensor, group.group_name),
+    ):
+        with pytest.raises(RuntimeError, match="not support"):
+            call()
+    operators = symmetric_operators()
+    assert len(operators) > 10, operators
+    for operator in operators:
+        arguments = [
+            argument(str(each.type), each.name, group.group_name)
+            for each in operator._schema.arguments
+            if not each.kwarg_only
+        ]
+        with pytest.raises(RuntimeError):  # NotImplementedError is one
+            operator(*arguments)
+    dist.all_reduce(tensor)
+    assert tensor.eq(2).all()
