@@ -43,7 +43,7 @@ def register_now() -> None:
 
 
 def _create_group(given: Any, options: Any = None) -> Any:
-    return _aggregation().create_group(given, options)
+    return _creation().create_group(given, options)
 
 
 def _meet(by_variables: Callable[..., Any], url: str, **kwargs: Any) -> Any:
@@ -51,7 +51,7 @@ def _meet(by_variables: Callable[..., Any], url: str, **kwargs: Any) -> Any:
         from torchrelay._torch import backends_of_init  # noqa: PLC0415 - imports much of torch
 
         if "sml" in backends_of_init():
-            return iter([_aggregation().meet(kwargs["timeout"])])
+            return iter([_creation().meet(kwargs["timeout"])])
     return by_variables(url, **kwargs)
 
 
@@ -72,5 +72,5 @@ def _warn_when_asked(backend: Any, cause: Exception) -> None:
     backend.__new__ = warn_first
 
 
-def _aggregation() -> Any:
-    return importlib.import_module("torchrelay.aggregation")
+def _creation() -> Any:
+    return importlib.import_module("torchrelay.aggregation._creation")

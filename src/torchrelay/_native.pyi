@@ -162,6 +162,12 @@ class Transfer:
     @property
     def source(self) -> int: ...
 
+    @property
+    def tag(self) -> int: ...
+
+    @property
+    def size_bytes(self) -> int: ...
+
 class Failure:
     """Why a group cannot be used any more."""
 

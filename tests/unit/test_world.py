@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from torchrelay import world as world_module
+from torchrelay import _processes
 from torchrelay.errors import ConfigError, OperationTimeoutError, PeerLostError
 from torchrelay.world import Meeting, Process, Ranks, World
 
@@ -119,7 +119,7 @@ def test_a_rank_may_wait_forever() -> None:
 
 
 def test_processes_name_their_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(world_module, "host_identity", lambda: threading.current_thread().name)
+    monkeypatch.setattr(_processes, "host_identity", lambda: threading.current_thread().name)
     store = dist.HashStore()
     other = threading.Thread(target=lambda: Meeting(store, 1, 2, 100), name="elsewhere")
     other.start()

@@ -322,8 +322,9 @@ def test_symmetric_memory_is_refused(world: World) -> None:
     """Its C++ asks a group for rank, size and store, and for NCCL's communicator, once it has
     memory of a GPU: each of its operators refuses tensors of the CPU before.
     """
-    from torch.distributed import _symmetric_memory as symm
+    from torch.distributed import _symmetric_memory
 
+    symm: Any = _symmetric_memory
     dist.init_process_group("sml", store=world.connect(60), rank=world.rank, world_size=2)
     group: Any = dist.group.WORLD
     tensor = torch.ones(4)

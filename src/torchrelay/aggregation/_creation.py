@@ -1,0 +1,83 @@
+"""How a group of ``sml`` is made, for torch, which finds this module by ``_autoload``."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from torchrelay import _telemetry
+from torchrelay._torch import backends_asked, route_group_operators
+from torchrelay.aggregation._dummy import DummyPlane
+from torchrelay.aggregation._group import LIVING, SmlGroup
+from torchrelay.aggregation._native_planes import HostsPlane, ShmPlane
+from torchrelay.aggregation._options import Options, resolve
+from torchrelay.aggregation._plane import Plane
+from torchrelay.config import Aggregation
+from torchrelay.errors import ConfigError, UnavailableError, UnsupportedError
+from torchrelay.world import Meeting, Process, World
+
+__all__ = ["create_group", "meet"]
+
+
+def meet(timeout: timedelta) -> tuple[dist.Store, int, int]:
+    """Return store, rank and size of a group that was made without the variables of torchrun.
+
+    Raises:
+        ConfigError: only some of the variables are set; as :class:`World` does.
+    """
+    world = World.from_environment()
+    if world.launcher == "none" and "MASTER_ADDR" in os.environ:
+        raise ConfigError(
+            "sml: MASTER_ADDR is set, but RANK and WORLD_SIZE are not: start the ranks with "
+            "torchrun, or unset MASTER_ADDR for a group of one process"
+        )
+    return world.connect(timeout.total_seconds()), world.rank, world.size
+
+
+def create_group(given: Any, options: Options | None = None) -> SmlGroup:
+    """Create a group; called by c10d."""
+    rank, size = given.group_rank, given.group_size
+    timeout_s = given.timeout.total_seconds()
+    names = list(given.global_ranks_in_group) or list(range(size))
+    devices, others = backends_asked() or (dict.fromkeys(("cpu", "cuda"), "sml"), None)
+    in_order = sorted(devices.items(), key=lambda device: device[1] == "sml")
+    if in_order != list(devices.items()):  # c10d stops at the first that is a ProcessGroup
+        text = ",".join(":".join(device) for device in in_order)
+        raise UnsupportedError(f"sml: in a group with other backends, name sml last: {text!r}")
+    own = [device for device, backend in in_order if backend == "sml"]
+    if len(own) < len(devices) and not isinstance(options, Options):
+        options = None  # c10d gives all backends the same
+    settings = resolve(options)
+    plane: Plane
+    processes: dict[int, Process] = {}
+    if settings.plane == "dummy":
+        plane = DummyPlane(rank, size, settings)
+    else:
+        # c10d may give one store to groups that different ranks make at the same time:
+        # new_subgroups(group=...).
+        digest = hashlib.blake2b(str(names).encode(), digest_size=8).hexdigest()
+        store = dist.PrefixStore(f"ranks/{digest}", given.store)
+        known = {name: found for group in list(LIVING) for name, found in group.processes.items()}
+        with _telemetry.event("aggregation", "create_group", f"{size} ranks"):
+            meeting = Meeting(store, rank, size, timeout_s, names, known)
+            with meeting.joining():
+                route_group_operators(SmlGroup)  # which imports, and needs a descriptor for it
+                plane = _plane_of(meeting, given.store, timeout_s, settings)
+        processes = dict(zip(names, meeting.processes, strict=True))
+    return SmlGroup(plane, given.store, rank, size, timeout_s, processes, own, others)
+
+
+def _plane_of(meeting: Meeting, store: Any, timeout_s: float, settings: Aggregation) -> Plane:
+    """Return the data plane: shared memory on one host; with TCP and a switch on several."""
+    if len({process.host for process in meeting.processes}) == 1:
+        return ShmPlane(meeting, timeout_s, settings)
+    if settings.plane == "shm":
+        raise UnavailableError(
+            "sml: plane = shm, but the ranks of this group are not all on one host, in one process "
+            "namespace and of one user; leave the plane at auto"
+        )
+    return HostsPlane(meeting, store, timeout_s, settings)

@@ -1,0 +1,63 @@
+"""A sum without c10d's part of a call, as an operator of torch."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from torchrelay._torch import watched
+from torchrelay.aggregation._group import LIVING, SmlGroup
+from torchrelay.errors import ArgumentError
+
+__all__ = ["all_reduce_"]
+
+_is_compiling = torch.compiler.is_compiling
+
+
+@torch.library.custom_op("torchrelay::all_reduce_", mutates_args=("tensor",))
+def _all_reduce(tensor: torch.Tensor, name: str) -> None:
+    groups = [group for group in list(LIVING) if group.group_name == name and not group.is_closed]
+    if not groups:
+        raise ArgumentError(f"all_reduce_: this process has no group {name!r} of sml")
+    opts = dist.AllreduceOptions()
+    opts.asyncOp = False
+    groups[0].allreduce([tensor], opts).wait()
+
+
+@_all_reduce.register_fake
+def _(tensor: torch.Tensor, name: str) -> None:
+    pass
+
+
+def all_reduce_(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    """Replace ``tensor`` by its sum over the ranks of ``group``; blocks. Returns ``tensor``.
+
+    The same sum as ``dist.all_reduce``, with less time per call: it bypasses c10d. Under
+    ``torch.compile`` it is one operator of the graph.
+
+    Args:
+        tensor: of the same shape and dtype on all ranks; autograd does not record the sum.
+        group: of ``sml``; default: the default group.
+
+    Raises:
+        ArgumentError: ``tensor`` requires a gradient that is being recorded, or ``group`` is not
+            one of ``sml``; on this rank.
+        MismatchError: the ranks' calls differ.
+        OperationTimeoutError, PeerLostError: as of every collective.
+    """
+    found = dist.group.WORLD if group is None else group
+    if not isinstance(found, SmlGroup):
+        raise ArgumentError(f"all_reduce_: it needs a group of sml, not {found!r}")
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise ArgumentError(
+            "all_reduce_: autograd cannot record it, and the tensor requires a gradient; call it "
+            "under torch.no_grad(), or on tensor.detach()"
+        )
+    if (
+        _is_compiling()
+        or watched()
+        or found.host is None
+        or found.host.sum_now(tensor, tensor) is None
+    ):
+        _all_reduce(tensor, found.group_name)
+    return tensor
