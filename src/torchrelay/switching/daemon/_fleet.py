@@ -299,7 +299,7 @@ class Fleet:
             received = server.channel.receive(0)
         except (PeerLostError, ProtocolError):
             self._end(server)
-            self._start_failed(server.process.exit_reason())
+            self._start_failed(f"what forks them {server.process.exit_reason()}")
         else:
             if received is not None:
                 server.can_fork = received[0]

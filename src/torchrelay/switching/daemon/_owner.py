@@ -42,7 +42,7 @@ class Owner:
         Args:
             decide: runs after every change; it returns the time of `time.monotonic()` at which to
                 run again at the latest.
-            crashed: called with an error of a decision or an event; it calls :meth:`stop`.
+            crashed: called with an error of a decision or an event, which ends the owner.
         """
         self.decide = decide
         self._crashed = crashed
@@ -208,16 +208,19 @@ class Owner:
 
     def _crash(self, error: Exception) -> None:
         self._error = error
-        self._crashed(error)
+        try:
+            self._crashed(error)
+        finally:
+            self.stop()
 
     def _live(self) -> None:
         try:
             events.run(self._run())
         finally:
+            self.on_end()  # first: those who refuse what was posted may call callers' callbacks
             self._is_over = True
             self._started.set()
             self._refuse()
-            self.on_end()
             self._callbacks.shutdown(wait=False)
         if self._error is not None:
             raise self._error

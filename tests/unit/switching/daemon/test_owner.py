@@ -20,7 +20,7 @@ WAIT_S = 60.0
 
 @pytest.fixture
 def owner() -> Iterator[Owner]:
-    made = Owner(lambda: math.inf, lambda error: made.stop())
+    made = Owner(lambda: math.inf, lambda error: None)
     made.start()
     yield made
     made.post(made.stop)
@@ -72,7 +72,7 @@ def test_an_error_of_a_call_is_the_callers_and_one_of_an_event_ends_the_owner(
 
     def crashed(error: Exception) -> None:
         crashes.append(error)
-        owner.stop()
+        raise RuntimeError("and another one")
 
     def fail() -> None:
         raise mistake
