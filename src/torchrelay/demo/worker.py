@@ -304,7 +304,7 @@ class Job:
             warnings.simplefilter("ignore", FutureWarning)
             usual_s = together(lambda tensor: dist_nn.all_reduce(tensor, group=gloo))  # type: ignore[no-untyped-call]
         usual = "torch's nn.all_reduce, gloo"
-        why = "nearly all of it is the scores"
+        why = "both spend it on the scores"
         self.report.stage("calibrate by mpi reductions", ours_s, usual, usual_s, why)
         self.report.line(
             f"calibrated: scores times {found[0].factor:.3f}; mean negative log-likelihood on "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -217,3 +218,15 @@ def test_convert_saves_in_one_process_of_a_launcher(
     monkeypatch.setenv("WORLD_SIZE", "2")
     result = _run("convert", tmp_path / "ours", tmp_path / "again")
     assert result.exit_code == 0, result.output
+
+
+def test_a_key_without_space_loses_its_middle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = "model.layers.{}.self_attention.query_key_value.projection.weight"
+    save({layer.format(number): torch.ones(2) for number in range(2)}, tmp_path / "one")
+    monkeypatch.setenv("COLUMNS", "70")
+    lines = _run("inspect", tmp_path / "one").stdout.splitlines()
+    shown = [line.split("│")[1].strip() for line in lines if "float32" in line or "F32" in line]
+    assert len(shown) == 2
+    assert all(re.fullmatch(r"model\..*….*\.weight", one) for one in shown), shown
