@@ -45,7 +45,8 @@ def run(options: DemoOptions) -> NoReturn:
     }
     torchrun = [*module_command("torch.distributed.run"), f"--nproc-per-node={options.nproc}"]
     worker = ["--no-python", *module_command("torchrelay.demo.worker"), options.to_json()]
-    print(f"starting {options.nproc} processes, which import torch ...", flush=True)
+    processes = options.nproc * options.hosts
+    print(f"starting {processes} processes, which import torch ...", flush=True)
     if options.hosts > 1:
         from torchrelay.demo.hosts import run_on_hosts  # noqa: PLC0415 - imports torch
 

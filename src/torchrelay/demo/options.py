@@ -20,6 +20,9 @@ except ModuleNotFoundError as error:
 __all__ = ["DemoOptions"]
 
 
+_QUICK = {"epochs": 8, "dim": 32, "negatives": 512}
+
+
 @dataclass(frozen=True)
 class DemoOptions:
     """The options with their defaults. Processes receive them as one line of JSON."""
@@ -79,8 +82,10 @@ class DemoOptions:
     """When the processes were started, by ``time.monotonic()``."""
 
     def resolved(self) -> DemoOptions:
-        """Return the options with what ``quick`` changes."""
-        return replace(self, epochs=8, dim=32, negatives=512) if self.quick else self
+        """Return the options with what ``quick`` changes, but for those that were given."""
+        given = {name for name in _QUICK if getattr(self, name) != getattr(DemoOptions, name)}
+        quick = {name: value for name, value in _QUICK.items() if name not in given}
+        return replace(self, **quick) if self.quick else self  # type: ignore[arg-type]
 
     @property
     def command(self) -> str:

@@ -137,27 +137,19 @@ def test_recipes_as_printed(tmp_path: Path, run_processes: RunProcesses) -> None
         assert all(result.ok for result in results), [result.error for result in results]
 
 
-def _small() -> dict[str, Any]:
-    torch.manual_seed(0)
-    model = torch.nn.Linear(5, 3)
-    optimizer = torch.optim.AdamW(model.parameters())
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
-    return {"model": model, "optimizer": optimizer, "torch": torch}
-
-
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_examples_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from torchrelay.checkpoint import latest
     from torchrelay.checkpoint._background import saver
 
     monkeypatch.chdir(tmp_path)
-    names = _small()
-    weight = names["model"].weight
-    expected = weight.detach().clone()
+    names: dict[str, Any] = {}
     first, asynchronous = _examples("Minimal example")
     exec(first, names)
+    weight = names["model"].weight
+    expected = weight.detach().clone()
+    for parameter in names["model"].parameters():
+        parameter.grad = torch.ones_like(parameter)
     try:
         exec(asynchronous, names)
     finally:

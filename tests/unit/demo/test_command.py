@@ -109,3 +109,10 @@ def test_options_survive_the_way_to_the_processes() -> None:
     options = DemoOptions(data=Path("/some where"), epochs=3, learning_rate=0.25)
     for one in (options, DemoOptions()):
         assert DemoOptions.from_json(one.to_json()) == one
+
+
+def test_quick_changes_what_was_not_given() -> None:
+    assert DemoOptions(dim=8).resolved() == DemoOptions(dim=8)
+    quick = DemoOptions(quick=True, dim=8).resolved()
+    assert (quick.epochs, quick.dim) == (8, 8) and quick.negatives < DemoOptions.negatives
+    assert quick.command.startswith("torchrelay demo --epochs 8 --dim 8 ")

@@ -86,3 +86,16 @@ def test_the_page_has_everything_and_needs_nothing_else() -> None:
 def test_other_ranks_print_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     Report(quiet=True).line("nothing")
     assert capsys.readouterr().out == ""
+
+
+def test_a_terminal_shows_what_is_going_on_until_the_next_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Report().doing("not shown in a file")
+    assert capsys.readouterr().out == ""
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as a terminal
+    report = Report()
+    report.doing("reading")
+    report.line("read")
+    cleared = "\r\x1b[2K"
+    assert capsys.readouterr().out == f"{cleared}reading ...{cleared}read\n"
