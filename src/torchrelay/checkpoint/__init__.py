@@ -1,8 +1,8 @@
 """Sharded checkpoints: safetensors files, committed in one step, verified, read by byte range into
 any layout.
 
-Public: :func:`save`, :func:`async_save`, :class:`Keep`, :func:`load`, :func:`latest`,
-:func:`verify`, and :class:`Writer` and :class:`Reader`, the storage layer for
+Public: :func:`save`, :func:`async_save`, :class:`Keep`, :class:`HuggingFace`, :func:`load`,
+:func:`latest`, :func:`verify`, and :class:`Writer` and :class:`Reader`, the storage layer for
 ``torch.distributed.checkpoint``.
 """
 
@@ -17,10 +17,12 @@ if TYPE_CHECKING:
     from torchrelay.checkpoint._background import SaveHandle
     from torchrelay.checkpoint._catalog import Keep, latest
     from torchrelay.checkpoint._dcp import Reader, Writer
+    from torchrelay.checkpoint._export import HuggingFace
     from torchrelay.checkpoint._load import LoadResult, load, verify
     from torchrelay.checkpoint._save import async_save, save
 
 __all__ = [
+    "HuggingFace",
     "Keep",
     "LoadResult",
     "Reader",
@@ -39,6 +41,7 @@ _HOMES = {
     "_background": ("SaveHandle",),
     "_catalog": ("Keep", "latest"),
     "_dcp": ("Reader", "Writer"),
+    "_export": ("HuggingFace",),
     "_load": ("LoadResult", "load", "verify"),
     "_save": ("async_save", "save"),
 }

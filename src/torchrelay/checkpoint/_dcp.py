@@ -306,7 +306,7 @@ class Reader(_AtPath, StorageReader):
             CorruptionError, UnsupportedError, StorageError: it cannot be read.
         """
         try:
-            return _metadata(self._open().manifest)
+            return _metadata(self._open().manifest.without_exports())
         except Exception as error:
             if not _torch.is_dcp_loading(sys._getframe(1)):
                 raise

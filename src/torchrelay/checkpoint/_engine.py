@@ -8,15 +8,18 @@ one); what differs is the :class:`Coordinator`.
 from __future__ import annotations
 
 import errno
+import json
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
+from types import MappingProxyType
 from typing import Any, Protocol
 
+from torchrelay import _native
 from torchrelay._boxes import Box, tiling_fault
 from torchrelay._progress import no_progress
 from torchrelay.checkpoint import _manifest
@@ -37,11 +40,18 @@ from torchrelay.checkpoint._output import (
     Task,
     grouped,
 )
-from torchrelay.checkpoint._plan import Description, PlannedChunk
+from torchrelay.checkpoint._plan import Description, Exports, PlannedChunk
 from torchrelay.checkpoint._storage import Path, split
 from torchrelay.checkpoint._tasks import no_collection, run_tasks, usable_threads
 from torchrelay.checkpoint._types import MAX_HEADER_BYTES, DataFile, StatePath, check_count
-from torchrelay.errors import ArgumentError, MismatchError, StorageError, TorchRelayError, to_json
+from torchrelay.errors import (
+    ArgumentError,
+    MismatchError,
+    StorageError,
+    TorchRelayError,
+    UnsupportedError,
+    to_json,
+)
 
 __all__ = [
     "MAX_STAGING_BYTES",
@@ -89,6 +99,7 @@ class Written:
     files: dict[str, DataFile] = field(default_factory=dict)
     chunks: list[ChunkRecord] = field(default_factory=list)
     objects: dict[str, Any] = field(default_factory=dict)
+    exported: dict[str, Sequence[str]] = field(default_factory=dict)  # tensors, by file
 
 
 @dataclass(frozen=True)
@@ -104,6 +115,7 @@ class SaveOptions:
     checksum: bool = True
     keep: int | Keep | None = None
     max_staging_bytes: int | None = MAX_STAGING_BYTES
+    exports: Exports | None = None
 
     def __post_init__(self) -> None:
         check_count("threads", self.threads)
@@ -122,6 +134,10 @@ class Save:
         self._keep = check_keep(options.keep, path)
         self.transaction = open_transaction(path, fsync=options.fsync)
         self.path = self.transaction.location
+        if options.exports is not None and not self.transaction.can_rename:
+            raise UnsupportedError(
+                f"{self.path}: layout= needs a mounted file system; save there, and copy the folder"
+            )
 
     def check_shared(self, save_id: str) -> None:
         """Check that this rank finds the coordinator's save at its path.
@@ -195,16 +211,23 @@ class Save:
         copies = (self._options.max_staging_bytes or MAX_STAGING_BYTES) // max(copied, default=1)
         threads = min(usable_threads(self._options.threads), max(1, copies))
         outputs: list[OutputFile] = []
+        exported: dict[str, Sequence[str]] = {}
         try:
             with no_collection():
-                limit_bytes = self.transaction.max_file_bytes
-                least = limit_bytes // _MAX_FILE_CHUNKS
-                sizes = (max(chunk.size_bytes, least) for chunk in chunks)
-                pairs = zip(chunks, data, strict=True)
-                for group in grouped(pairs, sizes, limit_bytes):
-                    name = f"data-{rank:05d}-{len(outputs):05d}.safetensors"
-                    sink = self.transaction.create(name)
-                    outputs.append(OutputFile(name, sink, group, self._options.checksum, progress))
+                for pairs, exports, limit_bytes in self._divided(chunks, data):
+                    least = limit_bytes // _MAX_FILE_CHUNKS
+                    sizes = (max(chunk.size_bytes, least) for chunk, _ in pairs)
+                    for group in grouped(pairs, sizes, limit_bytes):
+                        place = f"{rank:05d}-{len(outputs):05d}"
+                        name = (
+                            f"torchrelay-export-{place}" if exports else f"data-{place}.safetensors"
+                        )
+                        sink = self.transaction.create(name)
+                        checksum = self._options.checksum
+                        output = OutputFile(name, sink, group, checksum, progress, exports)
+                        outputs.append(output)
+                        if exports is not None:
+                            exported[name] = output.names
             if self.transaction.sequential:
                 # Until it is closed, an upload has its last part in memory.
                 uploads = [chain(output.tasks(), [output.sink.close]) for output in outputs]
@@ -218,7 +241,21 @@ class Save:
             raise
         files = {output.name: output.file for output in outputs}
         with no_collection():
-            return Written(files, [record for output in outputs for record in output.records()])
+            records = [record for output in outputs for record in output.records()]
+            return Written(files, records, exported=exported)
+
+    def _divided(
+        self, chunks: Sequence[PlannedChunk], data: Sequence[Data]
+    ) -> list[tuple[list[tuple[PlannedChunk, Data]], Exports | None, int]]:
+        """Return what is exported and what is not, with the largest size of such a file."""
+        pairs, limit_bytes = [*zip(chunks, data, strict=True)], self.transaction.max_file_bytes
+        exports = self._options.exports
+        if exports is None:
+            return [(pairs, None, limit_bytes)]
+        names = [exports.name_of(chunk) for chunk in chunks]
+        rest = [pair for pair, name in zip(pairs, names, strict=True) if name is None]
+        taken = [pair for pair, name in zip(pairs, names, strict=True) if name is not None]
+        return [(rest, None, limit_bytes), (taken, exports, exports.max_file_bytes)]
 
     def commit(self, everyone: Sequence[Description], parts: Sequence[Written]) -> None:
         """Commit the checkpoint, and remove what ``keep=`` does not keep. Coordinator only.
@@ -230,14 +267,54 @@ class Save:
         """
         parent, name = split(self.path)
         head = Head(commit_time_ns(parent), self.transaction.save_id, name)
-        self.transaction.commit(*assemble(everyone, parts, head))
+        names, small = self._exported(parts)
+        manifest, sizes = assemble(everyone, parts, head, names, small)
+        self.transaction.commit(manifest, sizes, names)
+        self._retain()
+
+    def _exported(self, parts: Sequence[Written]) -> tuple[dict[str, str], dict[str, DataFile]]:
+        """Write the files beside what the parts export. Return the names that files have in the
+        checkpoint, by those under which they were written, and the files of no part.
+        """
+        exports = self._options.exports
+        if exports is None:
+            return {}, {}
+        found = {name: part for part in parts for name in part.exported}
+        count, names, weights = len(found), {}, {}
+        for number, (name, part) in enumerate(found.items(), 1):
+            divided = f"-{number:05d}-of-{count:05d}" if count > 1 else ""
+            names[name] = f"{exports.stem}{divided}.safetensors"
+            weights.update(dict.fromkeys(part.exported[name], names[name]))
+        total = sum(
+            part.files[name].size_bytes - part.files[name].header_bytes
+            for name, part in found.items()
+        )
+        # Also of one file: readers that list the folder then leave out what is not the model.
+        index = {"metadata": {"total_size": total}, "weight_map": weights}
+        small: dict[str, DataFile] = {}
+        index_name = f"{exports.stem}.safetensors.index.json"
+        contents = {**exports.files, index_name: json.dumps(index).encode()}
+        for number, (name, content) in enumerate(contents.items()):
+            written = f"torchrelay-export-00000-{10**5 + number}"  # after those of ranks
+            sink = self.transaction.create(written)
+            sink.write(0, memoryview(content))
+            sink.close()
+            small[written] = DataFile(len(content), len(content), _native.crc32c(content))
+            names[written] = name
+        return names, small
+
+    def _retain(self) -> None:
         if self._keep is not None:
             retain(self.path, self._keep)
 
 
 @no_collection()
 def assemble(
-    everyone: Sequence[Description], parts: Sequence[Written], head: Head
+    everyone: Sequence[Description],
+    parts: Sequence[Written],
+    head: Head,
+    names: Mapping[str, str] = MappingProxyType({}),
+    small: Mapping[str, DataFile] = MappingProxyType({}),
 ) -> tuple[bytes, dict[str, int]]:
     """Return the manifest of a checkpoint whose parts are written, and the sizes of its files.
 
@@ -245,6 +322,8 @@ def assemble(
         everyone: the descriptions of the ranks; one description if it is the same for all.
         parts: what all ranks have written.
         head: what the first line of the manifest says.
+        names: of files that are called otherwise in the checkpoint than in the parts.
+        small: files of no part.
 
     Raises:
         ArgumentError: no reader would take it: a tensor has too many dimensions, or a header or the
@@ -252,12 +331,15 @@ def assemble(
         MismatchError: the parts do not make whole tensors.
     """
     chunks: dict[str, dict[Box, str]] = defaultdict(dict)
-    files: dict[str, DataFile] = {}
+    files: dict[str, DataFile] = {names[name]: file for name, file in small.items()}
     for part in parts:
-        files.update(part.files)
+        files.update({names.get(name, name): file for name, file in part.files.items()})
         for keys, box, text in part.chunks:
+            entry = text
+            for name in part.exported:
+                entry = entry.replace(f'"file":"{name}"', f'"file":"{names[name]}"', 1)
             for key in keys:
-                chunks[key].setdefault(box, text)
+                chunks[key].setdefault(box, entry)
     tensors: dict[str, str] = {}
     objects: dict[str, Any] = {}
     paths: dict[str, StatePath] = {}

@@ -224,7 +224,8 @@ def _matched(
         reader.manifest = converted(
             reader.manifest, [(part.start, part.owner, part.leaves) for part in parts]
         )
-        plan = match(parts, reader.manifest, request, reader.folder.location)
+        manifest = reader.manifest.without_exports()
+        plan = match(parts, manifest, request, reader.folder.location)
         if reading.verify != "none":
             reader.check_files(segment.chunk.file for segment in plan.segments)
         plans[:] = [plan]

@@ -36,14 +36,14 @@ from torchrelay.checkpoint._storage import (
     removed_error,
     storage_errors,
 )
-from torchrelay.checkpoint._types import DATA_NAME, MANIFEST, NOTE_NAME, Sizes
+from torchrelay.checkpoint._types import DATA_NAME, EXPORT_NAME, MANIFEST, NOTE_NAME, Sizes
 from torchrelay.errors import CorruptionError, PeerLostError, StorageError, UnsupportedError
 
 __all__ = ["LocalFolder", "LocalTransaction"]
 
 _LOCK, _SAVING = "torchrelay-lock", "torchrelay-saving"
 _UNFINISHED = re.compile(rf"\.(.+)\.(?:{_LOCK}|{_SAVING})", re.DOTALL)
-_NOTE = re.compile(rf"{NOTE_NAME.pattern}(\.new)?")
+_NOTE = re.compile(rf"{NOTE_NAME.pattern}(\.new)?|{EXPORT_NAME.pattern}")
 _NOTE_END = b"\n"
 _MAX_OPEN_FILES = 512  # of a checkpoint; half of the usual limit of a process
 # The clean-up of a save beside this one holds the lock of this one for a moment.
@@ -263,6 +263,7 @@ class LocalTransaction:
 
     sequential = False
     max_file_bytes = 16 << 30
+    can_rename = True
 
     def __init__(self, path: str, *, fsync: bool = True) -> None:
         self._final = Path(os.path.abspath(path))
@@ -387,13 +388,16 @@ class LocalTransaction:
     def create(self, name: str) -> _LocalSink:
         return _LocalSink(str(self._unfinished / name), self._fsync)
 
-    def commit(self, manifest: bytes, files: Mapping[str, int]) -> None:
+    def commit(self, manifest: bytes, files: Mapping[str, int], names: Mapping[str, str]) -> None:
+        before = {new: old for old, new in names.items()}
         try:
             with contextlib.closing(LocalFolder(str(self._unfinished))) as written:
-                check_files(written, files)
+                check_files(written, {before.get(name, name): files[name] for name in files})
             with contextlib.closing(self.create(MANIFEST)) as sink:
                 sink.write(0, memoryview(manifest))
             with storage_errors(f"committing {self._final}"):
+                for old, new in names.items():  # from here on, the manifest claims them
+                    os.rename(self._unfinished / old, self._unfinished / new)
                 for name in filter(_NOTE.fullmatch, os.listdir(self._unfinished)):
                     _unlink(self._unfinished / name)
                 self._sync_folder(self._unfinished)

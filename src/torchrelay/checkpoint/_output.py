@@ -16,7 +16,7 @@ import numpy as np
 from torchrelay import _native
 from torchrelay._boxes import Box
 from torchrelay.checkpoint._manifest import chunk_text
-from torchrelay.checkpoint._plan import PlannedChunk
+from torchrelay.checkpoint._plan import Exports, PlannedChunk
 from torchrelay.checkpoint._safetensors import ALIGNMENT, lay_out, unique
 from torchrelay.checkpoint._storage import Sink
 from torchrelay.checkpoint._tasks import memory_at
@@ -55,19 +55,26 @@ class OutputFile:
         chunks: Sequence[tuple[PlannedChunk, Data]],
         checksum: bool,
         progress: Progress,
+        exports: Exports | None = None,
     ) -> None:
+        """Lay a file out. ``exports`` is given for one that is for other readers."""
         self.name = name
         self.sink = sink
         self._progress = progress
-        # What needs padding comes last.
-        chunks = sorted(chunks, key=lambda one: one[0].size_bytes % ALIGNMENT != 0)
+        # What needs padding comes last; where there is none, dtypes keep what follows aligned.
+        if exports is None:
+            chunks = sorted(chunks, key=lambda one: one[0].size_bytes % ALIGNMENT != 0)
+        else:
+            chunks = sorted(chunks, key=lambda one: -one[0].dtype.itemsize)
         self._chunks = [chunk for chunk, _ in chunks]
         self._data = [data for _, data in chunks]
         self._checksum = checksum
-        self._names = unique([chunk.name for chunk in self._chunks])
+        names = [None if exports is None else exports.name_of(chunk) for chunk in self._chunks]
+        pairs = zip(names, self._chunks, strict=True)
+        self.names = unique([chunk.name if name is None else name for name, chunk in pairs])
         described = ((one.dtype, one.box.sizes, one.size_bytes) for one in self._chunks)
         self._header, self._starts, self._ends = lay_out(
-            dict(zip(self._names, described, strict=True))
+            dict(zip(self.names, described, strict=True)), ALIGNMENT if exports is None else 1
         )
         size_bytes = int(self._ends.max(initial=len(self._header)))
         self.file = DataFile(size_bytes, len(self._header), _native.crc32c(self._header))
@@ -121,7 +128,7 @@ class OutputFile:
     def records(self) -> Iterator[ChunkRecord]:
         """Return the record of each chunk, once the file is written."""
         places = self._places if self._checksum else [0] * len(self._places)
-        columns = (self._chunks, self._names, self._starts.tolist(), pairwise(places))
+        columns = (self._chunks, self.names, self._starts.tolist(), pairwise(places))
         for chunk, name, start, (place, end) in zip(*columns, strict=True):
             found = self._checksums[place:end]
             text = chunk_text(chunk.box, self.name, name, start, found, chunk.size_bytes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,9 +15,9 @@ import numpy as np
 
 from torchrelay._boxes import Box
 from torchrelay.checkpoint._safetensors import aligned
-from torchrelay.checkpoint._types import Dtype, Sizes, StatePath, TensorDescription
+from torchrelay.checkpoint._types import EXPORT, Dtype, Sizes, StatePath, TensorDescription
 
-__all__ = ["Description", "Plan", "PlannedChunk", "StateLayout", "deal"]
+__all__ = ["EXPORT", "Description", "Exports", "Plan", "PlannedChunk", "StateLayout", "deal"]
 
 
 class PlannedChunk(NamedTuple):
@@ -63,6 +64,23 @@ class StateLayout:
     def owner(self, key: str) -> str | None:
         """Return the first key of the tensor at ``key``; None if nothing of it is here."""
         return (self.owners.get(key, key) or None) if key in self.tensors else None
+
+
+@dataclass(frozen=True)
+class Exports:
+    """What a save writes for readers of safetensors: tensors with their names there, by key, and
+    small files by name. ``stem`` begins the names of the files of tensors.
+    """
+
+    FILE_NAME = re.compile(r"(?!data-|manifest\.json|torchrelay)[A-Za-z0-9_][A-Za-z0-9._-]{0,254}")
+
+    names: Mapping[str, str]
+    files: Mapping[str, bytes]
+    stem: str
+    max_file_bytes: int
+
+    def name_of(self, chunk: PlannedChunk) -> str | None:
+        return next((self.names[key] for key in chunk.keys if key in self.names), None)
 
 
 class Description(NamedTuple):

@@ -202,6 +202,7 @@ class RemoteTransaction(_Store):
 
     sequential = True
     max_file_bytes = 256 << 20  # files are uploaded side by side
+    can_rename = False
     save_id = ""  # also after the end of the save
 
     def _folder(self) -> RemoteFolder:
@@ -244,7 +245,7 @@ class RemoteTransaction(_Store):
     def create(self, name: str) -> _RemoteSink:
         return _RemoteSink(self._fs, f"{self._root}/{name}", f"{self.location}/{name}")
 
-    def commit(self, manifest: bytes, files: Mapping[str, int]) -> None:
+    def commit(self, manifest: bytes, files: Mapping[str, int], names: Mapping[str, str]) -> None:
         check_files(self._folder(), files)
         if not self.is_marked(self.save_id):
             self.save_id = ""

@@ -47,22 +47,23 @@ class Header(NamedTuple):
     metadata: Mapping[str, str]
 
 
-def aligned(sizes: NDArray[np.int64]) -> NDArray[np.int64]:
+def aligned(sizes: NDArray[np.int64], alignment: int = ALIGNMENT) -> NDArray[np.int64]:
     """Return where tensors of these sizes begin, one after another."""
-    rounded = -(-sizes // ALIGNMENT) * ALIGNMENT
+    rounded = -(-sizes // alignment) * alignment
     return np.cumsum(rounded) - rounded
 
 
 def lay_out(
-    tensors: Mapping[str, tuple[Dtype, tuple[int, ...], int]],
+    tensors: Mapping[str, tuple[Dtype, tuple[int, ...], int]], alignment: int = ALIGNMENT
 ) -> tuple[bytes, NDArray[np.int64], NDArray[np.int64]]:
-    """Lay out a file of ours with these tensors: dtype, shape and size in bytes by name.
+    """Lay out a file of ours with these tensors: dtype, shape and size in bytes by name. With an
+    ``alignment`` of 1 there is no padding, which other readers take for tensors.
 
     Returns:
         its header, where each tensor begins, and where it ends with its padding.
     """
     sizes = np.array([size_bytes for *_, size_bytes in tensors.values()], np.int64)
-    starts = aligned(sizes)
+    starts = aligned(sizes, alignment)
     ends = np.append(starts[1:], starts[-1:] + sizes[-1:])
     entries = [f'"{_METADATA}":{{"format":"pt","writer":"{_WRITER["writer"]}"}}']
     places = zip(tensors.items(), starts.tolist(), ends.tolist(), strict=True)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torchrelay import _telemetry, config
@@ -14,7 +15,8 @@ from torchrelay._progress import Progress, tracking
 from torchrelay.checkpoint._background import SaveHandle, saver
 from torchrelay.checkpoint._catalog import Keep
 from torchrelay.checkpoint._engine import MAX_STAGING_BYTES, Save, SaveOptions, Written
-from torchrelay.checkpoint._group import group_of
+from torchrelay.checkpoint._export import Layout, exported, layout_of
+from torchrelay.checkpoint._group import Group, group_of
 from torchrelay.checkpoint._storage import Path, storage_errors, text_of
 from torchrelay.checkpoint._tensors import data_of
 from torchrelay.checkpoint._writer_process import WriteJob
@@ -37,6 +39,7 @@ def save(
     checksum: bool = True,
     max_staging_bytes: int = MAX_STAGING_BYTES,
     progress: Progress = False,
+    layout: Layout = None,
     group: ProcessGroup | None = None,
     no_dist: bool = False,
 ) -> None:
@@ -61,6 +64,8 @@ def save(
         max_staging_bytes: host memory for copies of tensors that are not contiguous in host memory.
         progress: True for a progress bar on the coordinator, or a function (bytes done, bytes in
             all).
+        layout: ``"huggingface"``, or a :class:`HuggingFace` with options: the model lies in files
+            that ``from_pretrained`` reads.
         group: the ranks that take part; by default the default process group, or this process
             alone.
         no_dist: whether this process is alone, although there is a process group or a launcher.
@@ -74,8 +79,10 @@ def save(
         PeerLostError: a rank died. The checkpoint that was at ``path`` before is intact.
     """
     with _telemetry.event("checkpoint", "save", text_of(path)) as running:
-        one = Save(path, SaveOptions(threads, fsync, checksum, keep, max_staging_bytes))
+        options = SaveOptions(threads, fsync, checksum, keep, max_staging_bytes)
         ranks = group_of(group, no_dist, for_save=True)
+        state, options = _laid_out(state, options, layout, ranks)
+        one = Save(path, options)
 
         def write() -> Written:
             one.check_shared(save_id)
@@ -100,6 +107,7 @@ def async_save(
     fsync: bool = True,
     checksum: bool = True,
     max_staging_bytes: int | None = None,
+    layout: Layout = None,
     group: ProcessGroup | None = None,
     no_dist: bool = False,
 ) -> SaveHandle:
@@ -119,6 +127,7 @@ def async_save(
         fsync: whether the checkpoint must be on the disk before it is committed.
         checksum: whether to store CRC32C checksums.
         max_staging_bytes: the most memory that this rank's copy may take; by default no limit.
+        layout: as for :func:`save`.
         group: the ranks that take part; by default the default process group, or this process
             alone.
         no_dist: whether this process is alone, although there is a process group or a launcher.
@@ -133,8 +142,9 @@ def async_save(
     event = _telemetry.event("checkpoint", "async_save", text_of(path))
     with event as running, ExitStack() as held:
         options = SaveOptions(threads, fsync, checksum, keep, max_staging_bytes)
-        one = Save(path, options)
         ranks = group_of(group, no_dist, for_save=True)
+        state, options = _laid_out(state, options, layout, ranks)
+        one = Save(path, options)
 
         def begin() -> None:
             held.enter_context(saver.turn(one.path, waits=ranks.size == 1))
@@ -170,3 +180,14 @@ def async_save(
         finally:
             for fd in fds:
                 os.close(fd)
+
+
+def _laid_out(
+    state: Any, options: SaveOptions, layout: Layout, ranks: Group
+) -> tuple[Any, SaveOptions]:
+    """Return the state and the options of a save for ``layout``."""
+    found = layout_of(layout)
+    if found is None:
+        return state, options
+    state, exports = exported(state, found, ranks)
+    return state, replace(options, exports=exports)

@@ -136,6 +136,7 @@ class Transaction(Protocol):
     save_id: str  # empty before the save begins
     sequential: bool  # whether a file is written from its first byte to its last
     max_file_bytes: int
+    can_rename: bool  # whether files can get other names in a commit
 
     def begin(self) -> str:
         """Create the folder, and remove what an interrupted save has left. Coordinator only.
@@ -154,8 +155,9 @@ class Transaction(Protocol):
 
     def create(self, name: str) -> Sink: ...
 
-    def commit(self, manifest: bytes, files: Mapping[str, int]) -> None:
-        """Make the checkpoint valid, in one step. Coordinator only.
+    def commit(self, manifest: bytes, files: Mapping[str, int], names: Mapping[str, str]) -> None:
+        """Make the checkpoint valid, in one step. Coordinator only. ``names`` are those that files
+        get, by those under which they were written; ``files`` has the new ones.
 
         Raises:
             StorageError: one of ``files`` (sizes by name) is not there, or not so long; or what a

@@ -67,7 +67,7 @@ def read_state(
         return state
     reader = ChunkReader.open(path, ReadOptions(), ChunkReader.check_all)
     with closing(reader):
-        manifest = reader.manifest
+        manifest = reader.manifest.without_exports()
         targets: list[tuple[ChunkSlice, torch.Tensor]] = []
         held = {**manifest.objects, **manifest.tensors}
         keys = {**{key: None for key in manifest.paths if key not in held}, **held}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -24,6 +24,8 @@ __all__ = [
     "BLOCK_BYTES",
     "DATA_NAME",
     "DTYPES",
+    "EXPORT",
+    "EXPORT_NAME",
     "INDEX",
     "MANIFEST",
     "MAX_DEPTH",
@@ -42,10 +44,13 @@ __all__ = [
 ]
 
 MANIFEST = "manifest.json"
+EXPORT = "$export."  # begins the key of a copy for other readers, in a dtype of its own
 INDEX = "model.safetensors.index.json"  # Hugging Face's, of a model in several files
 DATA_NAME = re.compile(r"data-\d{5,}-\d{5,}\.safetensors", re.ASCII)
 MAX_DEPTH = 100  # of nested states and values
 MAX_HEADER_BYTES = 100_000_008  # as safetensors has it, and the 8 bytes of the length
+# Of a file that a commit gives its name.
+EXPORT_NAME = re.compile(r"torchrelay-export-\d{5,}-\d{5,}", re.ASCII)
 NOTE_NAME = re.compile(r"torchrelay-part-\d{5,}\.json", re.ASCII)
 Sizes = NDArray[np.uint64]  # of bytes
 StatePath = tuple[str | int | tuple[Any], ...]
@@ -221,6 +226,11 @@ class Manifest:
     objects: Mapping[str, Any] = field(default_factory=dict)
     paths: Mapping[str, StatePath] = field(default_factory=dict)
     block_bytes: int = BLOCK_BYTES
+
+    def without_exports(self) -> Manifest:
+        """Return what the saved state has: without copies that are only for other readers."""
+        tensors = {key: one for key, one in self.tensors.items() if not key.startswith(EXPORT)}
+        return self if len(tensors) == len(self.tensors) else replace(self, tensors=tensors)
 
     @property
     def is_foreign(self) -> bool:

@@ -131,7 +131,7 @@ class Notes:
             part = local()
         except Exception as error:
             return {"error": described(error, self._job.rank)}
-        return {"files": part.files, "chunks": part.chunks}
+        return {"files": part.files, "chunks": part.chunks, "exported": part.exported}
 
     def _gathered(self, mine: dict[str, Any]) -> list[Written]:
         ranks, outcomes = self._job.ranks, {0: mine}
@@ -189,7 +189,8 @@ def _written(outcome: dict[str, Any]) -> Written:
         ChunkRecord(tuple(keys), Box(tuple(offsets), tuple(sizes)), text)
         for keys, (offsets, sizes), text in outcome["chunks"]
     ]
-    return Written({name: DataFile(*file) for name, file in outcome["files"].items()}, chunks)
+    files = {name: DataFile(*file) for name, file in outcome["files"].items()}
+    return Written(files, chunks, exported=outcome["exported"])
 
 
 if __name__ == "__main__":
