@@ -9,6 +9,7 @@ import logging
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -16,7 +17,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from torchrelay import _native
+from torchrelay import _native, _telemetry
 from torchrelay._helper import HelperProcess, module_command
 from torchrelay.buffers import Segment
 from torchrelay.checkpoint._engine import Save
@@ -43,8 +44,11 @@ _SMALL_BYTES = 256 << 10  # of a copy that is not worth several threads
 class SaveHandle:
     """A save in progress. If the handle is dropped, the next save raises its error."""
 
-    def __init__(self, save: Save, job: WriteJob, helper: HelperProcess) -> None:
+    def __init__(
+        self, save: Save, job: WriteJob, helper: HelperProcess, ended: Counter[bool]
+    ) -> None:
         self.path = job.path
+        self._ended = ended  # how many saves have ended, by whether they failed
         self._save, self._save_id, self._rank = save, job.save_id, job.rank
         self._helper = helper
         self._origin = _native.Origin()
@@ -110,8 +114,11 @@ class SaveHandle:
                     return False
                 failure, _ = received
                 self._error = None if failure is None else from_json(failure)
+            self._ended[self._error is not None] += 1
             if self._error is None:
                 _logger.info("%s is committed", self.path)
+            else:
+                _logger.error("an asynchronous save has failed: %s", self._error)
             self._done.set()
             return True
         finally:
@@ -225,6 +232,7 @@ class Saver:
         self.helper: HelperProcess | None = None
         self.staging = Staging()
         self.last: SaveHandle | None = None
+        self._ended: Counter[bool] = Counter()
         self._sent: Plan | None = None  # what the process has
 
     def _reset(self) -> None:
@@ -259,6 +267,23 @@ class Saver:
             self._is_starting = False
             lock.release()
 
+    def raise_failure(self) -> None:
+        """Raise the error of the last save if it has ended with one that its handle has not raised.
+        Does not block.
+        """
+        last = self.last
+        if last is not None and not last._raised and last.done():
+            last.result()
+
+    def samples(self) -> Iterator[_telemetry.MetricSample]:
+        """Yield how many asynchronous saves of this process have ended, and how."""
+        if self.last is not None:
+            self.last.done()  # learns of what has ended
+        for failed, outcome in ((False, "committed"), (True, "failed")):
+            meaning = f"Asynchronous saves that have {'failed' if failed else 'been committed'}"
+            name = f"checkpoint_saves_{outcome}"
+            yield _telemetry.MetricSample(name, meaning, "counter", self._ended[failed], {})
+
     def start(self) -> HelperProcess:
         """Start the process, unless it runs."""
         if self.helper is not None:
@@ -278,7 +303,7 @@ class Saver:
             job = replace(job, plan=plan)
         if self.staging.is_new:
             job, fds = replace(job, new_staging=True), (self.staging.fd, *fds)
-        handle = SaveHandle(save, job, self.helper)
+        handle = SaveHandle(save, job, self.helper, self._ended)
         try:
             self.helper.channel.send(job, fds)
         except PeerLostError:
@@ -309,3 +334,4 @@ class Saver:
 saver = Saver()
 atexit.register(saver.close)
 os.register_at_fork(after_in_child=saver.forget)
+_telemetry.publish(saver.samples)

@@ -305,7 +305,14 @@ class Save:
 
     def _retain(self) -> None:
         if self._keep is not None:
-            retain(self.path, self._keep)
+            try:
+                retain(self.path, self._keep)
+            except StorageError as error:
+                raise StorageError(
+                    error.errno,
+                    f"{self.path} is committed, but of what keep= does not keep, something could "
+                    f"not be removed: {error.strerror}",
+                ) from error
 
 
 @no_collection()

@@ -259,7 +259,8 @@ class RemoteTransaction(_Store):
             with suppress(StorageError):
                 self.put(_MARKER, _ENDED)  # other ranks do not wait for it; the next save cleans up
             raise
-        self.delete([name for name in self.names() if _is_working(name)])
+        with suppress(StorageError):  # it is committed; they go with it
+            self.delete([name for name in self.names() if _is_working(name)])
 
     def discard(self) -> None:
         if self.save_id:

@@ -77,6 +77,8 @@ def save(
         StorageError: the disk is full, the path cannot be written, or another save to it is under
             way.
         PeerLostError: a rank died. The checkpoint that was at ``path`` before is intact.
+        TorchRelayError: an asynchronous save before has failed, and its handle has not raised that;
+            nothing is saved.
     """
     with _telemetry.event("checkpoint", "save", text_of(path)) as running:
         options = SaveOptions(threads, fsync, checksum, keep, max_staging_bytes)
@@ -92,7 +94,7 @@ def save(
                 return one.write(ranks.global_rank, plan.chunks, data, advance)
 
         with one.discarding(ranks):
-            save_id, mine, everyone = saver.planner.begin(state, one, ranks)
+            save_id, mine, everyone = saver.planner.begin(state, one, ranks, saver.raise_failure)
             plan = saver.planner.plan(mine, everyone, ranks)
             one.complete(ranks, write, everyone)
 

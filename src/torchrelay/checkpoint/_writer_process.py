@@ -7,6 +7,7 @@ another, and exits when the trainer does. It imports no torch, so it starts fast
 from __future__ import annotations
 
 import json
+import logging
 import os
 import socket
 import sys
@@ -30,6 +31,7 @@ from torchrelay.errors import OperationTimeoutError, PeerLostError, from_json
 
 __all__ = ["WriteJob"]
 
+_logger = logging.getLogger("torchrelay.checkpoint")  # the output of the trainer
 _POLL_S = 0.02
 _NOTE = "torchrelay-part-{:05d}.json"  # NOTE_NAME, of the rank with this index
 
@@ -78,6 +80,8 @@ def main(fd: int) -> None:
                 _run(job, plan, staging, fds)
             except Exception as error:
                 failure = described(error, job.rank)
+                # At once, and if the trainer is gone, too.
+                _logger.error("an asynchronous save has failed: %s", failure["message"])
             channel.send(failure)
 
 

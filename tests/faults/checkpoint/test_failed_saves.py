@@ -1,0 +1,321 @@
+"""Asynchronous saves that fail say so: at the next call, in the log, and in the metrics. The last
+good checkpoint stays, and the save after the next succeeds.
+
+Each failure is injected at each phase: while the state is staged, while the parts are written, and
+while the checkpoint is committed.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import signal
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from torchrelay import _helper, _telemetry
+from torchrelay.checkpoint import (
+    SaveHandle,
+    _writer_process,
+    async_save,
+    latest,
+    load,
+    save,
+    verify,
+)
+from torchrelay.checkpoint._background import saver
+from torchrelay.errors import PeerLostError, StorageError, TorchRelayError
+from waiting import eventually
+
+
+class _Failure(NamedTuple):
+    """What goes wrong, as an error code of the system calls; none: the process is killed."""
+
+    code: int | None
+    error: type[TorchRelayError]
+    message: str
+
+
+_FAILURES = {
+    "a full disk": _Failure(errno.ENOSPC, StorageError, "No space left .* free some space"),
+    "a quota": _Failure(errno.EDQUOT, StorageError, "quota"),
+    "a permission": _Failure(errno.EACCES, StorageError, "Permission denied.* check its owner"),
+    "a failing disk": _Failure(errno.EIO, StorageError, "Input/output error"),
+    "a kill": _Failure(None, PeerLostError, "the writer process has died .*SIGKILL"),
+}
+# In which system call, on which file, a failure comes.
+_PHASES = {
+    "write": [("open", "data-"), ("pwrite", "data-"), ("fsync", "data-")],
+    "commit": [("open", "manifest"), ("pwrite", "manifest"), ("fsync", "saving"), ("rename", "")],
+}
+
+
+def _state(step: int) -> dict[str, Any]:
+    return {"w": torch.full((5000,), float(step)), "step": step}
+
+
+def _check(path: str | Path, step: int) -> None:
+    assert verify(path)
+    state = _state(-1)
+    load(state, path)
+    assert state["step"] == step and torch.equal(state["w"], _state(step)["w"])
+
+
+def _fail_in(call: str, name: str, code: int | None) -> None:
+    """Let a system call fail in this process, on files whose names begin with ``name``."""
+    real = getattr(os, call)
+
+    def failing(target: Any, *args: Any, **options: Any) -> Any:
+        place = os.readlink(f"/proc/self/fd/{target}") if isinstance(target, int) else str(target)
+        if name in os.path.basename(place):
+            if code is None:
+                signal.raise_signal(signal.SIGKILL)
+                raise AssertionError
+            raise OSError(code, os.strerror(code))
+        return real(target, *args, **options)
+
+    setattr(os, call, failing)
+
+
+class _FaultyWriter:
+    """In place of ``Popen``: the program of the writer in a fork in which ``sabotage`` was run."""
+
+    def __init__(self, sabotage: Callable[[], None], fd: int) -> None:
+        self.returncode: int | None = None
+        self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                os.closerange(3, fd)
+                os.closerange(fd + 1, 1024)
+                sabotage()
+                _writer_process.main(fd)
+            finally:
+                os._exit(0)
+
+    def kill(self) -> None:
+        if self.returncode is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+
+    def wait(self, timeout_s: float | None = None) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG if timeout_s == 0 else 0)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+
+@pytest.fixture(autouse=True)
+def no_writer_left() -> Iterator[None]:
+    saver.close()
+    yield
+    saver.close()
+
+
+def _counted(outcome: str) -> float:
+    return sum(
+        sample.value
+        for sample in _telemetry.samples()
+        if sample.name == f"checkpoint_saves_{outcome}"
+    )
+
+
+def _check_it_is_said(
+    start: Callable[[], SaveHandle],
+    failure: _Failure,
+    caplog: pytest.LogCaptureFixture,
+    next_call: Callable[[], object],
+) -> None:
+    """``start`` starts a save that fails; nobody looks at its handle before the next call."""
+    failed, committed = _counted("failed"), _counted("committed")
+    path = start().path
+    eventually(lambda: _counted("failed") == failed + 1, timeout_s=60)  # by a scrape alone
+    assert _counted("committed") == committed
+    with pytest.raises(failure.error, match=failure.message) as caught:
+        next_call()
+    assert os.path.basename(path) in str(caught.value)
+    said = [one.getMessage() for one in caplog.records if one.levelno == logging.ERROR]
+    assert len(said) == 1 and said[0] == f"an asynchronous save has failed: {caught.value}"
+
+
+@pytest.mark.parametrize("name", _FAILURES)
+@pytest.mark.parametrize("phase", _PHASES)
+def test_a_save_that_fails_in_the_writer_process(
+    name: str,
+    phase: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    failure = _FAILURES[name]
+    async_save(_state(0), tmp_path / "step-0").result(60)
+    for number, (call, file) in enumerate(_PHASES[phase], start=1):
+        saver.close()
+        caplog.clear()
+        target = file or f".step-{number}"
+
+        def faulty(_: Any, pass_fds: Any, **__: Any) -> _FaultyWriter:
+            return _FaultyWriter(
+                lambda: _fail_in(call, target, failure.code),  # noqa: B023 - called at once
+                pass_fds[0],
+            )
+
+        path = tmp_path / f"step-{number}"
+        with monkeypatch.context() as patch:
+            patch.setattr(_helper.subprocess, "Popen", faulty)  # type: ignore[attr-defined]
+
+            def start(path: Path = path) -> SaveHandle:
+                return async_save(_state(1), path, keep=1)
+
+            def next_call(call: Any = async_save if number % 2 else save) -> None:
+                call(_state(2), tmp_path / "other-1")
+
+            _check_it_is_said(start, failure, caplog, next_call)
+        assert latest(tmp_path) == str(tmp_path / "step-0"), "keep=1 has removed the last good one"
+        _check(tmp_path / "step-0", 0)
+    saver.close()
+    async_save(_state(3), tmp_path / "step-9", keep=1).result(60)
+    _check(tmp_path / "step-9", 3)
+    assert os.listdir(tmp_path) == ["step-9"]
+
+
+@pytest.mark.parametrize("name", [name for name, one in _FAILURES.items() if one.code])
+def test_a_save_that_cannot_be_staged(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The call itself says so: the state was not copied."""
+    failure = _FAILURES[name]
+    assert failure.code is not None
+    async_save(_state(0), tmp_path / "step-0").result(60)
+    for call, file in (("open", ".step-1"), ("pwrite", ".step-1"), ("mkdir", ".step-1")):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, call, getattr(os, call))  # restored at the end
+            _fail_in(call, file, failure.code)
+            with pytest.raises(failure.error, match=failure.message):
+                async_save(_state(1), tmp_path / "step-1", keep=1)
+        _check(latest(tmp_path), 0)
+        async_save(_state(0), tmp_path / "step-0", keep=1).result(60)
+    assert os.listdir(tmp_path) == ["step-0"]
+
+
+def test_a_writer_that_is_killed_while_the_state_is_staged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async_save(_state(0), tmp_path / "step-0").result(60)
+    copy = type(saver.staging).copy
+
+    def killed(*args: Any) -> None:
+        copy(*args)
+        assert saver.helper is not None
+        os.kill(saver.helper.pid, signal.SIGKILL)
+
+    def start() -> SaveHandle:
+        with monkeypatch.context() as patch:
+            patch.setattr(type(saver.staging), "copy", killed)
+            return async_save(_state(1), tmp_path / "step-1", keep=1)
+
+    def next_call() -> object:
+        return async_save(_state(2), tmp_path / "step-2", keep=1)
+
+    _check_it_is_said(start, _FAILURES["a kill"], caplog, next_call)
+    _check(latest(tmp_path), 0)
+    async_save(_state(3), tmp_path / "step-3", keep=1).result(60)
+    _check(latest(tmp_path), 3)
+    assert os.listdir(tmp_path) == ["step-3"]
+
+
+def test_what_retention_cannot_remove_is_no_failure_of_the_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The message says that the checkpoint is committed."""
+    save(_state(0), tmp_path / "step-0")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", os.rename)
+        _fail_in("rename", "step-0", errno.EACCES)
+        with pytest.raises(StorageError, match=r"step-1 is committed, but .*Permission denied"):
+            save(_state(1), tmp_path / "step-1", keep=1)
+    _check(latest(tmp_path), 1)
+
+
+def test_a_writer_says_so_when_the_trainer_has_left_it(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As at the end of training, when nobody calls again."""
+    async_save(_state(0), tmp_path / "step-0").result(60)
+    assert saver.helper is not None
+    os.kill(saver.helper.pid, signal.SIGSTOP)
+    async_save(_state(1), tmp_path / "step-1")
+    (tmp_path / ".step-1.torchrelay-saving" / "data-00000-00000.safetensors").touch()
+    os.kill(saver.helper.pid, signal.SIGCONT)
+    saver.close()  # as at exit
+    assert "an asynchronous save has failed: rank 0: creating" in capfd.readouterr().err
+    _check(latest(tmp_path), 0)
+
+
+@pytest.fixture
+def slow_down(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """An S3 server that answers 503 for PUT and POST requests whose paths contain a given text."""
+    pytest.importorskip("s3fs", reason="needs s3fs")
+    fsspec = pytest.importorskip("fsspec")
+    moto_server = pytest.importorskip("moto.server", reason="needs moto, flask and flask-cors")
+    from moto.s3.responses import S3Response
+
+    refused: list[str] = []
+    respond = S3Response.key_response
+    sentence = (
+        "<Error><Code>SlowDown</Code><Message>Please reduce your request rate</Message></Error>"
+    )
+
+    def responded(self: Any, request: Any, full_url: str, headers: dict[str, Any]) -> Any:
+        if request.method != "GET" and any(part in full_url for part in refused):
+            return 503, {}, sentence
+        return respond(self, request, full_url, headers)
+
+    monkeypatch.setattr(S3Response, "key_response", responded)
+    server = moto_server.ThreadedMotoServer(ip_address="127.0.0.1", port=0)
+    server.start()
+    host, port = server.get_host_and_port()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "testing")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    urllib.request.urlopen(f"http://{host}:{port}/moto-api/reset", data=b"").close()
+    fs = fsspec.filesystem("s3")
+    fs.mkdir("bucket")
+    yield refused
+    refused.clear()
+    saver.close()
+    fs.clear_instance_cache()
+    server.stop()
+
+
+def test_a_store_that_is_overloaded(slow_down: list[str], caplog: pytest.LogCaptureFixture) -> None:
+    url = "s3://bucket/run"
+    async_save(_state(0), f"{url}/step-0").result(100)
+    failure = _Failure(None, StorageError, "SlowDown|reduce your request rate|503")
+    for number, refused in enumerate(["step-{}/data-", "step-{}/manifest"], start=1):
+        caplog.clear()
+        slow_down[:] = [refused.format(number)]
+
+        def start(number: int = number) -> SaveHandle:
+            return async_save(_state(1), f"{url}/step-{number}", keep=1)
+
+        def next_call(number: int = number) -> object:
+            return async_save(_state(2), f"{url}/other-{number}")
+
+        _check_it_is_said(start, failure, caplog, next_call)
+        slow_down.clear()
+        _check(latest(url), 0)
+    slow_down[:] = ["step-3/torchrelay-saving"]
+    with pytest.raises(StorageError, match=failure.message):  # stage
+        async_save(_state(1), f"{url}/step-3")
+    slow_down.clear()
+    async_save(_state(4), f"{url}/step-4", keep=1).result(100)
+    _check(latest(url), 4)
