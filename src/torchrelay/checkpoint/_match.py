@@ -89,7 +89,7 @@ class LoadPlan:
             warnings.warn(
                 f"{self.location}: {_listed(waiting)} are initialised, not loaded; of the "
                 f"checkpoint, {_listed(unread)} are not read",
-                stacklevel=8,  # the caller of load()
+                stacklevel=9,  # the caller of load()
             )
 
     def give(self, item: PartPlan) -> Any:

@@ -531,5 +531,5 @@ def warn_without_checksums(manifest: Manifest, location: str) -> None:
         warnings.warn(
             f"{location}: saved with checksum=False, so verify='data' checks sizes and headers "
             "only; to silence this warning, load it with verify='header'",
-            stacklevel=8,  # the caller of load()
+            stacklevel=9,  # the caller of load()
         )
