@@ -135,7 +135,8 @@ def open_group(
     """
     hosts = hosts_of(identities)
     here = next(each for each in hosts if ranks.rank in each)
-    group = open_local(ranks.among(here), timeout_s, settings)
-    if len(hosts) > 1:
-        open_between(ranks, hosts, group, sockets, address, timeout_s)
+    with ranks.joining():
+        group = open_local(ranks.among(here), timeout_s, settings)
+        if len(hosts) > 1:
+            open_between(ranks, hosts, group, sockets, address, timeout_s)
     return Group(group)

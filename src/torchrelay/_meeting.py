@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 from typing_extensions import Self
 
-from torchrelay._processes import Process, remedy_of
-from torchrelay._ranks import POLL_S, Ranks, are_there, values_of
+from torchrelay._processes import Process
+from torchrelay._ranks import Ranks, are_there, values_of
 from torchrelay._waiting import wait_for_others
 from torchrelay.errors import (
     MismatchError,
-    OperationTimeoutError,
     PeerLostError,
-    TorchRelayError,
     UnavailableError,
 )
 
@@ -32,7 +29,6 @@ __all__ = ["Meeting"]
 
 _LONGEST_LOOK_S = 1.0  # interval at which a waiting rank looks who has come
 _FIRST_LOOK_S = 0.02  # how long a rank waits for others that were there before to come again
-_NEWS_S = 0.5  # for the cause of a rank that left while the group was made
 _TWO_JOBS = "do two jobs use one MASTER_ADDR and MASTER_PORT, or was a rank started twice?"
 
 
@@ -89,40 +85,8 @@ class Meeting(Ranks):
         part.processes = [self.processes[rank] for rank in ranks]
         return part
 
-    @contextlib.contextmanager
-    def joining(self) -> Iterator[None]:
-        """Notify the others of an error of this rank alone in this block, and raise theirs.
-
-        Raises:
-            UnavailableError: this rank or another one lacks what it needs.
-        """
-        try:
-            yield
-        except (MismatchError, OperationTimeoutError):  # which all ranks have
-            raise
-        except PeerLostError as error:
-            if self.names[self.rank] in error.ranks:
-                self.refuse(error)
-            deadline_s = time.monotonic() + _NEWS_S
-            with self._store_errors():
-                while time.monotonic() < deadline_s:  # a rank that has left may have said why
-                    self._check_trouble()
-                    time.sleep(POLL_S)
-            raise
-        except TorchRelayError as error:
-            self.refuse(error)
-            raise
-        except Exception as error:
-            remedy = f"; {remedy_of(error)}" if isinstance(error, OSError) else ""
-            lacking = UnavailableError(f"making a group: {error or type(error).__name__}{remedy}")
-            self.refuse(lacking)
-            raise lacking from error
-
-    def refuse(self, error: Exception) -> None:
-        """Notify the others that this rank lacks what it needs: they need not wait for it."""
-        with contextlib.suppress(RuntimeError):  # the store is gone, and they know
-            text = f"{self.name} cannot be in the group: {error}"
-            self._whole.set("trouble", json.dumps(asdict(replace(self._me, trouble=text))))
+    def _set_trouble(self, text: str) -> None:
+        self._whole.set("trouble", json.dumps(asdict(replace(self._me, trouble=text))))
 
     # --- the rendezvous
 

@@ -12,8 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import Self
 
+from torchrelay._processes import remedy_of
 from torchrelay._waiting import listed, nothing_to_check, wait_for_others
-from torchrelay.errors import MismatchError, PeerLostError
+from torchrelay.errors import (
+    MismatchError,
+    OperationTimeoutError,
+    PeerLostError,
+    TorchRelayError,
+    UnavailableError,
+)
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -22,6 +29,7 @@ __all__ = ["POLL_S", "Ranks", "are_there", "values_of"]
 
 POLL_S = 0.01
 _LONGEST_LEAVING_S = 5.0
+_NEWS_S = 0.5  # for the cause of a rank that left while the group was made
 _JOIN = "join the group"
 _SAME_GROUPS = "are they running, and do they make the same groups in the same order?"
 
@@ -41,6 +49,7 @@ class Ranks:
         self, store: Store | None = None, rank: int = 0, size: int = 1, names: Sequence[int] = ()
     ) -> None:
         self.store: Any = store
+        self._whole: Any = store  # also of those among them
         self.rank = rank
         self.size = size
         self.names = list(names) or list(range(size))
@@ -184,6 +193,50 @@ class Ranks:
 
     def _check_processes(self, missing: Callable[[], Sequence[int]]) -> None:
         """Raise if one of the ranks ``missing`` can no longer come."""
+        self._check_trouble()
+
+    @contextlib.contextmanager
+    def joining(self) -> Iterator[None]:
+        """Notify the others of an error of this rank alone in this block, and raise theirs.
+
+        Raises:
+            UnavailableError: this rank or another one lacks what it needs.
+        """
+        try:
+            yield
+        except (MismatchError, OperationTimeoutError):  # which all ranks have
+            raise
+        except PeerLostError as error:
+            if self.names[self.rank] in error.ranks:
+                self.refuse(error)
+            deadline_s = time.monotonic() + _NEWS_S
+            with self._store_errors():
+                while time.monotonic() < deadline_s:  # a rank that has left may have said why
+                    self._check_trouble()
+                    time.sleep(POLL_S)
+            raise
+        except TorchRelayError as error:
+            self.refuse(error)
+            raise
+        except Exception as error:
+            remedy = f"; {remedy_of(error)}" if isinstance(error, OSError) else ""
+            lacking = UnavailableError(f"making a group: {error or type(error).__name__}{remedy}")
+            self.refuse(lacking)
+            raise lacking from error
+
+    def refuse(self, error: Exception) -> None:
+        """Notify the others that this rank lacks what it needs: they need not wait for it."""
+        if self.size > 1:
+            with contextlib.suppress(RuntimeError):  # the store is gone, and they know
+                self._set_trouble(f"{self.name} cannot be in the group: {error}")
+
+    def _set_trouble(self, text: str) -> None:
+        self._whole.set("trouble", text)
+
+    def _check_trouble(self) -> None:
+        """Raise if a rank cannot be in the group."""
+        if self.size > 1 and self._whole.check(["trouble"]):
+            raise UnavailableError(f"{self.name}: {self._whole.get('trouble').decode()}")
 
     def _late(
         self,

@@ -69,18 +69,16 @@ Messenger::Messenger(MessengerOptions options, Descriptor listener, ReceiveLocal
       greeting_{.rank = static_cast<std::uint32_t>(options_.rank), .token = options_.token},
       peers_(make<std::unique_ptr<Peer>>(options_.addresses.size())),
       spare_(eventfd(0, EFD_CLOEXEC)),
-      listener_(
-          *loop_, std::move(listener),
-          {.token = options_.token,
-           .tls = options_.tls,
-           .name = std::to_string(options_.rank),
-           .max_strangers = options_.max_strangers,
-           .greeting_timeout = options_.greeting_timeout,
-           .starved =
-               [this](int error) { fail(lacking("cannot accept the connection of another rank", error)); }},
-          [this](std::unique_ptr<Stream> stream, const Greeting& greeting) {
-            return accept(std::move(stream), greeting);
-          }) {
+      listener_(*loop_, std::move(listener),
+                {.token = options_.token,
+                 .tls = options_.tls,
+                 .name = std::to_string(options_.rank),
+                 .max_strangers = options_.max_strangers,
+                 .greeting_timeout = options_.greeting_timeout,
+                 .starved = [this](int error) { lack_a_descriptor(error); }},
+                [this](std::unique_ptr<Stream> stream, const Greeting& greeting) {
+                  return accept(std::move(stream), greeting);
+                }) {
   const std::size_t size = peers_.size();
   if (options_.rank < 0 || static_cast<std::size_t>(options_.rank) >= size || options_.names.size() != size)
     throw Error(Code::kArgument, "rank " + std::to_string(options_.rank) + " does not fit a group of " +
@@ -372,6 +370,15 @@ Error Messenger::lacking(const std::string& what, int error) const {
   errno = error;
   const int me = name_of(options_.rank);
   return {Code::kPeerLost, with_errno("rank " + std::to_string(me) + " " + what), {me}};
+}
+
+// The spare one is for it first.
+void Messenger::lack_a_descriptor(int error) {
+  {
+    const std::lock_guard guard(lock_);
+    if (spare_) return spare_.reset();
+  }
+  fail(lacking("cannot accept the connection of another rank", error));
 }
 
 std::optional<Error> Messenger::lost(const std::vector<int>& ranks) {

@@ -106,7 +106,12 @@ void Messenger::connect(int to) {
   if (!peer.connections.empty() || peer.connecting || peer.gone || failed_ || closed_) return;
   if (to == options_.rank) return;
   peer.connecting = true;
-  Descriptor socket = start_connecting(options_.addresses[static_cast<std::size_t>(to)]);
+  const Address& address = options_.addresses[static_cast<std::size_t>(to)];
+  Descriptor socket = start_connecting(address);
+  if (!socket && spare_) {
+    spare_.reset();
+    socket = start_connecting(address);
+  }
   if (!socket) {
     const int error = errno;
     const std::string reason = "cannot be reached (" + std::string(std::strerror(error)) + ")";

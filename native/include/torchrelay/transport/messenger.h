@@ -181,6 +181,7 @@ class Messenger {
   static Frame failed_frame(const std::vector<std::byte>& body);
   std::exception_ptr refusal(int rank) const;
   Error gone_error(int rank) const;
+  void lack_a_descriptor(int error);
   // This rank lacks what it needs for `what`.
   Error lacking(const std::string& what, int error) const;
   std::exception_ptr mismatch_of(const Transfer& transfer, int source, const Frame& frame) const;
@@ -191,7 +192,7 @@ class Messenger {
   const std::shared_ptr<EventLoop> loop_;
   const Greeting greeting_;
   const std::vector<std::unique_ptr<Peer>> peers_;
-  Descriptor spare_;  // for a report where the process has no other descriptor
+  Descriptor spare_;  // for a connection or a report where the process has no other descriptor
 
   mutable std::mutex lock_;  // of what follows; before a peer's
   std::condition_variable changed_;
