@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchrelay import _native, config
+from torchrelay import config
 from torchrelay._addresses import boot_id
 from torchrelay.errors import UnavailableError
 
@@ -52,6 +52,8 @@ def _proc_errors() -> Iterator[None]:
 
 def remedy_of(error: OSError) -> str:
     """Return what to do where this process or the system lacks something."""
+    from torchrelay import _native  # noqa: PLC0415 - `doctor` reports where it is missing
+
     return _native.remedy(error.errno or 0) or "is it forbidden here?"
 
 
