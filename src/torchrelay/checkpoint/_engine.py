@@ -280,11 +280,16 @@ class Save:
         if exports is None:
             return {}, {}
         found = {name: part for part in parts for name in part.exported}
-        count, names, weights = len(found), {}, {}
+        count, names = len(found), {}
+        weights: dict[str, str] = {}
         for number, (name, part) in enumerate(found.items(), 1):
             divided = f"-{number:05d}-of-{count:05d}" if count > 1 else ""
             names[name] = f"{exports.stem}{divided}.safetensors"
-            weights.update(dict.fromkeys(part.exported[name], names[name]))
+            for key in part.exported[name]:
+                if weights.setdefault(key, names[name]) != names[name]:
+                    raise MismatchError(
+                        f"layout=: two ranks have different tensors with the name {key!r}"
+                    )
         total = sum(
             part.files[name].size_bytes - part.files[name].header_bytes
             for name, part in found.items()

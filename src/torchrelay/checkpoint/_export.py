@@ -48,7 +48,7 @@ class HuggingFace:
         max_file_bytes: larger models are divided.
 
     Raises:
-        ArgumentError: ``max_file_bytes`` is less than 1.
+        ArgumentError: ``max_file_bytes`` is less than 1, or ``name`` not one of a file.
     """
 
     prefix: str | None = None
@@ -60,6 +60,8 @@ class HuggingFace:
 
     def __post_init__(self) -> None:
         check_count("max_file_bytes", self.max_file_bytes)
+        if not Exports.FILE_NAME.fullmatch(self.name):
+            raise ArgumentError(f"HuggingFace(name={self.name!r}): it cannot begin a file's name")
 
 
 Layout = Literal["huggingface"] | HuggingFace | None
@@ -142,9 +144,8 @@ def _model_of(state: Any, prefix: str | None) -> tuple[str, Any]:
     """Return what the keys of the model begin with, and the model, if the state has it."""
     if isinstance(state, torch.nn.Module):
         return prefix or "", state
-    modules = {
-        f"{key}.": value for key, value in state.items() if isinstance(value, torch.nn.Module)
-    }
+    items = state.items() if isinstance(state, Mapping) else ()
+    modules = {f"{key}.": value for key, value in items if isinstance(value, torch.nn.Module)}
     if prefix is not None:
         return prefix, modules.get(prefix)
     if len(modules) != 1:
@@ -185,9 +186,11 @@ def _small_files(files: Any) -> dict[str, bytes]:
             }
         given.pop("manifest.json", None)
     for name, content in given.items():
-        if not Exports.FILE_NAME.fullmatch(name) or len(content) > _MAX_SMALL_BYTES:
+        is_small = len(content) <= _MAX_SMALL_BYTES and not name.endswith(_WEIGHTS)
+        if not is_small or not Exports.FILE_NAME.fullmatch(name):
             raise ArgumentError(
-                f"layout=: {name!r} cannot lie beside the weights: a file has a name of letters, "
-                f"digits, '.', '_' and '-', and at most {_MAX_SMALL_BYTES} bytes"
+                f"layout=: {name!r} cannot lie beside the weights: a small file has a name of "
+                f"letters, digits, '.', '_' and '-', not that of weights, and at most "
+                f"{_MAX_SMALL_BYTES} bytes"
             )
     return given

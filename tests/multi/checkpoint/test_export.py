@@ -154,10 +154,13 @@ def test_names_files_and_what_is_left_out(tmp_path: Path) -> None:
         (model, HuggingFace(prefix="x."), "begin with 'x.', it has no tensor"),
         (model, HuggingFace(files={"../x": "y"}), "cannot lie beside"),
         (model, HuggingFace(files={"manifest.json": "y"}), "cannot lie beside"),
+        (model, HuggingFace(files={"model.safetensors": "y"}), "cannot lie beside"),
         (model, "hf", "it is 'huggingface', or"),
     ):
         with pytest.raises(ArgumentError, match=message):
             save(state, tmp_path / "y", layout=wrong)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="cannot begin a file's name"):
+        HuggingFace(name="../x")
     with pytest.raises(UnsupportedError, match="needs a mounted file system"):
         save(model, "memory://bucket/x", layout="huggingface")
     assert sorted(os.listdir(tmp_path)) == ["tokens", "x"]
@@ -255,6 +258,11 @@ def test_a_sharded_model_is_whole_in_its_files(tmp_path: Path, world: World) -> 
         assert len(names) == 2, "each rank writes a part"
         verify(folder)
         dist.barrier()
-    with pytest.raises((ArgumentError, MismatchError), match=r"rank 1: .*no tensor"):
+    state = {"model": {f"w{world.rank}": torch.full((3,), world.rank)}}
+    layout = HuggingFace(prefix="model.", rename=lambda name: "same")
+    with pytest.raises(MismatchError, match="different tensors with the name 'same'"):
+        save(state, tmp_path / "x", layout=layout)
+    assert not (tmp_path / "x").exists()
+    with pytest.raises(ArgumentError, match=r"rank 1: .*no tensor"):
         save(expected, tmp_path / "x", layout=HuggingFace(prefix="x." if world.rank else ""))
     saver.close()
