@@ -115,3 +115,18 @@ def test_messages_lost_with_their_connection_are_an_error_on_both_ranks(tmp_path
     assert job.code != 0 and "must not get here" not in job.output, job.output
     for rank in (0, 1):
         assert f"PeerLostError: rank {rank}: Recv(rank {1 - rank}, tag 0)" in job.output, job.output
+
+
+def test_a_receive_from_any_rank_notices_that_another_host_died(tmp_path: Path) -> None:
+    job = run(
+        tmp_path,
+        """
+        if comm.rank == 1:
+            wait_until_told("waiting")
+            os.kill(os.getpid(), 9)
+        tell("waiting")
+        comm.Recv(torch.empty(1), mpi.MPI_ANY_SOURCE)
+        """,
+        timeout_s=SCRIPT_S,
+    )
+    assert "PeerLostError: rank 0: Recv(rank -1, tag 0)" in job.output, job.output

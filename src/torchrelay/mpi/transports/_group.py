@@ -335,7 +335,7 @@ def group_transport(group: Any) -> GroupTransport:
 def _first(ranks: Ranks, place: _Place) -> GroupTransport:
     """Return the transport of all ranks of a process group, with a mailbox. Collective."""
     everyone = range(ranks.size)
-    mailbox = Mailbox(place.open(ranks.among(everyone), everyone), ranks.rank, ranks.size)
+    mailbox = Mailbox(place.open(ranks.among(everyone), everyone), ranks.rank, place.hosts)
     return GroupTransport(ranks, place, mailbox, everyone)
 
 

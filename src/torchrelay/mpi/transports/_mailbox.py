@@ -44,13 +44,29 @@ class Message:
 
     Args:
         ranks: of the communicator, by their numbers in the mailbox.
+        watched: those of other hosts, whose end the native core does not report to this receive.
     """
 
-    __slots__ = ("_memory", "_native", "_ranks", "_transfer", "size_bytes", "source", "tag")
+    __slots__ = (
+        "_memory",
+        "_native",
+        "_ranks",
+        "_transfer",
+        "_watched",
+        "size_bytes",
+        "source",
+        "tag",
+    )
 
     def __init__(
-        self, native: Any, transfer: Transfer | None, memory: object, ranks: Sequence[int] = ()
+        self,
+        native: Any,
+        transfer: Transfer | None,
+        memory: object,
+        ranks: Sequence[int] = (),
+        watched: Sequence[int] = (),
     ) -> None:
+        self._watched = watched
         self._native, self._transfer, self._memory, self._ranks = native, transfer, memory, ranks
         self.source, self.tag, self.size_bytes = PROC_NULL, ANY_TAG, 0
 
@@ -61,6 +77,9 @@ class Message:
         # The caller compares the sizes.
         with contextlib.suppress(MismatchError):
             if not self._native.wait_transfer(transfer, 0.0):
+                lost = self._native.lost(self._watched) if self._watched else None
+                if lost is not None:
+                    raise PeerLostError(lost.message, lost.ranks)
                 return False
         if self._ranks:
             self.source = self._ranks.index(transfer.source)
@@ -75,11 +94,13 @@ class Mailbox:
     Args:
         native: a group that nothing else uses.
         rank: this rank.
-        size: how many there are.
+        hosts: the identity of each rank's host.
     """
 
-    def __init__(self, native: Group, rank: int, size: int) -> None:
-        self._native = native
+    def __init__(self, native: Group, rank: int, hosts: Sequence[str]) -> None:
+        self._native, self._rank, size = native, rank, len(hosts)
+        self._elsewhere = {peer for peer in range(size) if hosts[peer] != hosts[rank]}
+        self._strangers = {*self._elsewhere}  # without a connection, whose end would be noticed
         self._lock = threading.Lock()
         self._sending: list[tuple[Transfer, object]] = []
         self._expected: deque[tuple[Transfer, Any]] = deque()
@@ -109,6 +130,10 @@ class Mailbox:
         self, memory: Tensor, channel: int, ranks: Sequence[int], source: int, tag: int
     ) -> Message:
         """Start to receive into contiguous ``memory`` from rank ``source`` of ``ranks``."""
+        watched = [*self._elsewhere.intersection(ranks)] if source == ANY_SOURCE else []
+        for peer in self._strangers.intersection(watched):
+            self._strangers.remove(peer)
+            self.post(CONTROL_CHANNEL, self._rank, peer, b"")
         transfer = self._native.receive(
             memory.data_ptr(),
             memory.nbytes,
@@ -117,7 +142,7 @@ class Mailbox:
             0,
             FOREVER_S,
         )
-        return Message(self._native, transfer, memory, ranks)
+        return Message(self._native, transfer, memory, ranks, watched)
 
     def _start_sending(self, arguments: tuple[int, int, int, int], memory: object) -> Transfer:
         transfer = self._native.send(*arguments, 0, FOREVER_S)
