@@ -45,7 +45,7 @@ template <class Ranks>
 void run_one(Ranks& ranks, const Operation& operation, const Collective& call) {
   const auto& [kind, inputs, outputs, code, op, root, network] = call;
   const auto dtype = static_cast<Dtype>(code);
-  const auto count = [&] { return outputs[0].size_bytes / size_bytes(dtype); };
+  const auto count = [&] { return call.outputs[0].size_bytes / size_bytes(dtype); };
   switch (kind) {
     case Kind::kAllReduce: {
       const std::byte* source = inputs.empty() ? nullptr : inputs[0].data;

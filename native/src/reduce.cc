@@ -2,6 +2,9 @@
 
 #include <cstring>
 #include <utility>
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
 
 #include "reduce_table.h"
 #include "torchrelay/error.h"
@@ -12,14 +15,20 @@ namespace {
 
 using Find = Kernel (*)(Dtype, Op);
 
+#if defined(__x86_64__)
+bool has_f16c() {  // older Clangs do not know this feature by name
+  unsigned eax, ebx, ecx, edx;
+  return __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx & bit_F16C);
+}
+#endif
+
 std::vector<std::pair<std::string, Find>> available() {
   std::vector<std::pair<std::string, Find>> found;
 #if defined(__x86_64__)
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
     found.emplace_back("avx512", avx512::kernel);
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c"))
-    found.emplace_back("avx2", avx2::kernel);
+  if (__builtin_cpu_supports("avx2") && has_f16c()) found.emplace_back("avx2", avx2::kernel);
 #endif
   found.emplace_back("baseline", baseline::kernel);
   return found;

@@ -44,7 +44,7 @@ std::int64_t TickEstimate::window(std::int64_t ticks) {
 
 void WorkerIntents::announce(std::int64_t start, std::int64_t end, std::vector<std::int64_t> keys) {
   std::ranges::sort(keys);
-  keys.erase(std::ranges::unique(keys).begin(), keys.end());
+  keys.erase(std::unique(keys.begin(), keys.end()), keys.end());
   future_.emplace(start, Announced{end, std::move(keys)});
 }
 

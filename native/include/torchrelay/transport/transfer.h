@@ -72,7 +72,7 @@ class Transfer {
 // A message as its sender describes it: how many bytes of which type.
 struct Described {
   std::uint64_t size_bytes;
-  std::uint32_t code;
+  std::uint64_t code;
 };
 
 // The error of a receive of rank `me` whose message from `source` is not what it expects.
