@@ -81,7 +81,8 @@ class GradientExchange:
             return self._open_group()
         except SegmentError as error:
             raise PeerLostError(
-                f"{self._ranks.name}: a process has given up waiting for this one, or has ended"
+                f"{self._ranks.name}: a process has given up waiting for this one, or has ended, "
+                f"or this one lacks what it needs: {error}"
             ) from error
         except (OperationTimeoutError, PeerLostError) as error:
             self._open_group = partial(_fail_again, error)  # its group cannot be opened twice

@@ -32,6 +32,20 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+def _join(world: World, hosts: namespaces.Hosts, host: int, path: str, options: Options) -> None:
+    """Move to ``host`` and make the group."""
+    namespaces.enter(hosts.pids[host])
+    os.environ.update(TORCHRELAY_HOST_ID=f"host{host}", TORCHRELAY_TRANSPORT_INTERFACE="eth0")
+    dist.init_process_group(
+        "sml",
+        store=dist.FileStore(path, world.size),
+        rank=world.rank,
+        world_size=world.size,
+        timeout=timedelta(seconds=60),
+        pg_options=options,
+    )
+
+
 def _sum(
     world: World,
     hosts: namespaces.Hosts,
@@ -42,17 +56,9 @@ def _sum(
 ) -> int:
     """Check sums of int32 and float32; return how many bytes this rank sent through the switch."""
     host = world.rank // ranks_per_host
-    namespaces.enter(hosts.pids[host])
-    os.environ.update(TORCHRELAY_HOST_ID=f"host{host}", TORCHRELAY_TRANSPORT_INTERFACE="eth0")
-    dist.init_process_group(
-        "sml",
-        store=dist.FileStore(path, world.size),
-        rank=world.rank,
-        world_size=world.size,
-        timeout=timedelta(seconds=60),
-        # The kernel may send a whole window in one piece: a large one has few pieces to lose.
-        pg_options=Options(switch=switches[host], num_worker_threads=1, max_outstanding_packets=8),
-    )
+    # The kernel may send a whole window in one piece: a large one has few pieces to lose.
+    options = Options(switch=switches[host], num_worker_threads=1, max_outstanding_packets=8)
+    _join(world, hosts, host, path, options)
     integers = torch.arange(count, dtype=torch.int32) * (world.rank + 1)
     dist.all_reduce(integers)
     factor = world.size * (world.size + 1) // 2
@@ -97,16 +103,7 @@ def test_sums_over_slow_links_with_losses(
 
 def _sum_until(world: World, hosts: namespaces.Hosts, switch: str, path: str, end: str) -> int:
     """Check sums until a file exists; return how many there were."""
-    namespaces.enter(hosts.pids[world.rank])
-    os.environ.update(TORCHRELAY_HOST_ID=f"host{world.rank}", TORCHRELAY_TRANSPORT_INTERFACE="eth0")
-    dist.init_process_group(
-        "sml",
-        store=dist.FileStore(path, world.size),
-        rank=world.rank,
-        world_size=world.size,
-        timeout=timedelta(seconds=60),
-        pg_options=Options(switch=switch),
-    )
+    _join(world, hosts, world.rank, path, Options(switch=switch))
     sums, going = 0, torch.ones(1, dtype=torch.int64)
     while going.item():
         tensor = torch.full((100_000,), float(sums % 7))
