@@ -671,6 +671,24 @@ def test_the_innermost_recomputed_checkpoint_is_identified() -> None:
     assert found[0] == [None, None]
 
 
+def test_a_segment_is_recomputed_to_its_end() -> None:
+    ended: list[str] = []
+
+    def inner(x: torch.Tensor) -> torch.Tensor:
+        _torch.recompute_whole()
+        y = x.sin() * 2
+        ended.append("inner")
+        return y
+
+    def outer(x: torch.Tensor) -> torch.Tensor:
+        y = checkpoint(inner, x, use_reentrant=False)
+        ended.append("outer")
+        return y
+
+    checkpoint(outer, torch.ones(2, requires_grad=True), use_reentrant=False).sum().backward()
+    assert ended == ["inner", "outer"] * 2 + ["inner"]
+
+
 @pytest.mark.filterwarnings("ignore:`torch.jit.script`")  # torch's own use, in forward mode
 def test_wrappers_of_transforms_are_removed_down_to_the_one_that_runs() -> None:
     kept: list[torch.Tensor] = []

@@ -30,6 +30,7 @@ __all__ = [
     "lowered",
     "outside_transforms",
     "recomputation",
+    "recompute_whole",
     "records_below_transforms",
     "transforms_active",
 ]
@@ -59,6 +60,23 @@ def recomputation() -> Any:
     It is the hook that takes the recomputed tensors, which lives as long. It may lie below hooks of
     checkpoints inside of that one.
     """
+    return next(iter(_saving("_recomputation_hook")), None)
+
+
+def recompute_whole() -> None:
+    """Let the checkpoints whose segments run be recomputed to their end.
+
+    Else that ends at the last tensor saved. It depends on the local operations, and leaves out what
+    a checkpoint inside of it saves.
+    """
+    for pack in _saving("_checkpoint_hook"):
+        for cell in pack.__closure__:
+            if hasattr(cell.cell_contents, "early_stop"):
+                cell.cell_contents.early_stop = False
+
+
+def _saving(kind: str) -> list[Any]:
+    """Return the hooks of this ``kind`` that take the tensors saved now, the innermost first."""
     saving: Any = torch._C._autograd
     stack = []
     while (hooks := saving._top_saved_tensors_default_hooks(True)) is not None:
@@ -66,10 +84,7 @@ def recomputation() -> Any:
         saving._pop_saved_tensors_default_hooks()
     for pack, unpack in reversed(stack):
         saving._push_saved_tensors_default_hooks(pack, unpack)
-    for pack, _ in stack:
-        if getattr(pack, "__qualname__", "").startswith("_recomputation_hook."):
-            return pack
-    return None
+    return [p for p, _ in stack if getattr(p, "__qualname__", "").startswith(f"{kind}.")]
 
 
 def backward_will_run(node: torch.autograd.graph.Node) -> bool:

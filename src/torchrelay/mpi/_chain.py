@@ -399,6 +399,7 @@ def check_compiled(main: Slot) -> None:
     Raises:
         UnsupportedError: another thread runs it, or a reentrant checkpoint recomputes it.
     """
+    _torch.recompute_whole()
     task = _torch.backward_id()
     if task < 0:
         if _here.slot is not main:

@@ -381,6 +381,7 @@ def _instead_of(x: Tensor) -> str:
 
 def _record(call: Call, x: Tensor) -> Tensor:
     check_usable(call.comm)
+    _torch.recompute_whole()  # on every rank
     if settings.debug and call.everyone and call.blocking:
         is_recorded = is_grad_enabled() and call.differentiable(x)
         _headers.exchange_numbers(call, (*call.fields(x)[:4], is_recorded))

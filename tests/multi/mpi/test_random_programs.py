@@ -86,6 +86,25 @@ def test_transforms_and_blocks_keep_the_order(comm: Communicator) -> None:
     check_program(comm, Program(1021, "first", [gradient], torch.float64, (), True))
 
 
+@mpi_test((2, 3), on=THREADS)
+def test_segments_are_recomputed_alike(comm: Communicator) -> None:
+    """Where only some ranks save tensors after a segment, in another one, communicates."""
+
+    def checkpointed(*body: Statement) -> Statement:
+        return Statement("checkpoint", "world", ("", True), 0, [*body])
+
+    local = [Statement("local", "world", ("", True), k) for k in range(4)]
+    batched = Statement("transformed", "world", (("vmap",), True), 0, [collective("sum")])
+    for k, inside in itertools.product(range(4), (collective("prod"), batched, local[0])):
+        force = Statement("inner_force", "world", ("", True), 0, [inside, collective("sum")])
+        for body in (
+            [checkpointed(checkpointed(inside, local[k - 1]), local[k])],
+            [checkpointed(checkpointed(checkpointed(inside), local[k]), local[k])],
+            [checkpointed(collective("sum"), checkpointed(local[k], force), local[k])],
+        ):
+            check_program(comm, Program(k, "second", body, torch.float64, (), True))
+
+
 PAIRS = ["-".join(pair) for pair in itertools.product((*TRANSFORMS, "jacrev", "jacfwd"), repeat=2)]
 
 
