@@ -70,12 +70,12 @@ class Lease:
 class Comm:
     """The base of communicators, whose functions are in classes derived from it.
 
-    ``number`` is that by which compiled code finds it; ``is_alone`` whether no communicator of this
+    ``key`` is that by which compiled code finds it; ``is_alone`` whether no communicator of this
     process has other ranks, so that nothing waits for another and needs an order. Of one rank among
     others it is false: the same code may communicate there.
     """
 
-    number: int
+    key: str
     is_alone: bool
     announces = True  # whether debug mode announces messages to their receivers
     _original: Comm | None = None
@@ -102,7 +102,7 @@ class Comm:
         reverse.name = f"{self.name} (backward)"
         reverse.is_reverse = True
         self._reverse = reverse
-        self.number = reverse.number = _compiled.register(self)
+        self.key = reverse.key = _compiled.register(self)
 
     @property
     def reverse(self) -> Comm:
@@ -145,7 +145,7 @@ class Comm:
         if self._reverse is not None:
             other._reverse = self._reverse._copy()
             other._reverse.convention, other._reverse.unreachable_policy = convention, policy
-        other._original = self  # which compiled code finds by its number
+        other._original = self  # which compiled code finds by its key
         return other
 
     def Free(self) -> None:

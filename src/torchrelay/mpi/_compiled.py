@@ -2,9 +2,9 @@
 
 It takes and returns the token of the chain, as an eager communication does. A compiled region thus
 joins the chain as one node, both passes keep the order, and no communication is eliminated as
-unused. Its other arguments encode a communication: the name of the class for the function, and
-integers for the communicator and the function's arguments. Shapes and derivatives are those of the
-class.
+unused. Its other arguments encode a communication: a text of the communicator and the name of the
+class for the function, and integers for the function's arguments. Shapes and derivatives are those
+of the class.
 """
 
 from __future__ import annotations
@@ -36,19 +36,22 @@ kinds: dict[str, type[Call]] = {}
 """The classes of communications by their names, to which each class adds itself."""
 
 _numbers = itertools.count()
-_communicators: weakref.WeakValueDictionary[int, Comm] = weakref.WeakValueDictionary()
+_communicators: weakref.WeakValueDictionary[str, Comm] = weakref.WeakValueDictionary()
 
 
-def register(comm: Comm) -> int:
-    """Return the number by which compiled code finds ``comm`` and its backward communicator."""
-    number = next(_numbers)
-    _communicators[number] = comm
-    return number
+def register(comm: Comm) -> str:
+    """Return the key by which compiled code finds ``comm`` and its backward communicator.
+
+    A text, because torch.compile takes an integer that changes for a variable.
+    """
+    key = f"{next(_numbers)} "
+    _communicators[key] = comm
+    return key
 
 
-def communicator(number: int) -> Comm:
-    """Return the communicator of ``number``."""
-    return _communicators[number]
+def communicator(kind: str) -> Comm:
+    """Return the communicator whose key ``kind`` starts with."""
+    return _communicators[kind[: kind.index(" ") + 1]]
 
 
 def communicate(call: Call, x: Tensor, eager: Callable[[Any, Tensor], Tensor]) -> Tensor:
@@ -88,38 +91,35 @@ def eager_only(function: _Function) -> _Function:
     return run  # type: ignore[return-value]
 
 
-NOTHING = [
-    0,
-    1,
-]  # after the communicator: a backward pass without communication begins that of the chain
+NOTHING = [0, 1]  # without a class: a backward pass without communication begins the chain's
 
 
 def _encoded(call: Call) -> tuple[str, list[int]]:
     comm = call.comm
-    context = (comm.number, int(comm.convention == "replicated"), int(comm.is_reverse))
-    return type(call).__name__, [*context, *call.encode()]
+    context = (int(comm.convention == "replicated"), int(comm.is_reverse))
+    return comm.key + type(call).__name__, [*context, *call.encode()]
 
 
 def _decoded(kind: str, code: Sequence[int]) -> Call:
-    number, is_replicated, is_reverse, *rest = code
-    comm = communicator(number).replace("replicated" if is_replicated else "sum")
-    return kinds[kind].decode(comm.reverse if is_reverse else comm, rest)
+    is_replicated, is_reverse, *rest = code
+    comm = communicator(kind).replace("replicated" if is_replicated else "sum")
+    return kinds[kind[kind.index(" ") + 1 :]].decode(comm.reverse if is_reverse else comm, rest)
 
 
 @torch.library.custom_op("torchrelay::mpi", mutates_args=())
 def _operator(x: Tensor, token: Tensor, kind: str, code: Sequence[int]) -> tuple[Tensor, Tensor]:
-    slot = communicator(code[0]).job.slot
-    if code[2]:
+    slot = communicator(kind).job.slot
+    if code[1]:
         _chain.begin_compiled(slot, _torch.backward_id())
     else:
         _chain.check_compiled(slot)
-    y = _decoded(kind, code).forward(x) if kind else x
+    y = x if kind.endswith(" ") else _decoded(kind, code).forward(x)
     return y.clone() if y.data_ptr() == x.data_ptr() else y.contiguous(), torch.zeros_like(token)
 
 
 @_operator.register_fake
 def _(x: Tensor, token: Tensor, kind: str, code: Sequence[int]) -> tuple[Tensor, Tensor]:
-    shape = _decoded(kind, code).result_shape(x.shape) if kind else x.shape
+    shape = x.shape if kind.endswith(" ") else _decoded(kind, code).result_shape(x.shape)
     return x.new_empty(shape), torch.empty_like(token)
 
 
@@ -130,7 +130,7 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) 
 def _backward(ctx: Any, grad: Tensor, token: Tensor) -> tuple[Any, ...]:
     call, grad, complete = _decoded(*ctx.call).adjoint(grad)
     if call is None:
-        token, _ = _operator(token, token, "", [ctx.call[1][0], *NOTHING])
+        token, _ = _operator(token, token, communicator(ctx.call[0]).key, NOTHING)
     else:
         grad, token = _operator(grad, token, *_encoded(call))
     return complete(grad), token, None, None

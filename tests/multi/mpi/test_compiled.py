@@ -5,6 +5,7 @@ The compiler does not know what moves the bytes, so most run over one backend.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -162,6 +163,27 @@ def test_two_steps_run_outside_of_the_graph(comm: Communicator) -> None:
         assert torch.equal(got, wanted) and torch.equal(grad_of(ours), grad_of(theirs)), (
             function.__name__
         )
+
+
+@mpi_test((2, 3))
+def test_a_compiled_function_takes_other_communicators(comm: Communicator) -> None:
+    torch._dynamo.reset()
+    kinds = ("sum", "replicated")  # whose backward pass communicates, and does not
+
+    def function(c: Communicator, x: Tensor) -> Tensor:
+        return c.Allreduce(c.Sendrecv(x, (c.rank + 1) % c.size, (c.rank - 1) % c.size), mpi.MPI_SUM)
+
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    parts = (comm, comm.Split(0, -comm.rank), comm.Split(comm.rank % 2, comm.rank))
+    for _, kind, part in itertools.product(range(2), kinds, parts):
+        assert part is not None
+        c = part.replace(convention=kind)
+        ours, theirs = (torch.full((2,), comm.rank + 1.0, requires_grad=True) for _ in range(2))
+        wanted = function(c, theirs)
+        mpi.backward(wanted.sum() * (comm.rank + 1))
+        got = compiled(c, ours)
+        mpi.backward(got.sum() * (comm.rank + 1))
+        assert torch.equal(got, wanted) and torch.equal(grad_of(ours), grad_of(theirs))
 
 
 @mpi_test((2, 3))

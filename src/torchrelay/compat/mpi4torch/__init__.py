@@ -70,7 +70,7 @@ class MPI_Communicator(Communicator):  # noqa: N801 - mpi4torch's name
         # out.
         self = cls.__new__(cls)
         self.__dict__.update(comm.replace(unreachable_policy="warn").__dict__)
-        self.number = self.reverse.number = _compiled.register(self)
+        self.key = self.reverse.key = _compiled.register(self)
         return self
 
     @classmethod

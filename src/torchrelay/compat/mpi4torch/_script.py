@@ -2,7 +2,7 @@
 
 Scripted code supports neither our communicators nor autograd functions in Python. It gets a class
 whose methods call operators of ``torch.library`` with the function's name and the communicator's
-number. TorchScript treats these as having side effects: it keeps calls whose result is unused, and
+key. TorchScript treats these as having side effects: it keeps calls whose result is unused, and
 their order. A started communication is identified by a number.
 """
 
@@ -28,8 +28,8 @@ __all__ = ["JoinDummies", "JoinDummiesHandle", "make_scriptable"]
 _Library: Any = torch.library.Library
 _library = _Library("torchrelay_mpi4torch", "DEF")
 for _schema in (
-    "call(Tensor tensor, int comm, str function, str op, int[] arguments) -> Tensor",
-    "start(Tensor tensor, int comm, str function, int peer, int tag) -> (Tensor, int)",
+    "call(Tensor tensor, str comm, str function, str op, int[] arguments) -> Tensor",
+    "start(Tensor tensor, str comm, str function, int peer, int tag) -> (Tensor, int)",
     "wait(Tensor dummy, int handle) -> Tensor",
     "join(Tensor tensor, Tensor[] dummies) -> Tensor",
 ):
@@ -39,12 +39,12 @@ _started: dict[int, WaitHandle] = {}  # and not waited for, by number
 _numbers = itertools.count()
 
 
-def _call(tensor: Tensor, comm: int, function: str, op: str, arguments: Sequence[int]) -> Tensor:
+def _call(tensor: Tensor, comm: str, function: str, op: str, arguments: Sequence[int]) -> Tensor:
     method: Any = getattr(_compiled.communicator(comm), function)
     return method(tensor, *([Op[op]] if op else []), *arguments)
 
 
-def _start(tensor: Tensor, comm: int, function: str, peer: int, tag: int) -> tuple[Tensor, int]:
+def _start(tensor: Tensor, comm: str, function: str, peer: int, tag: int) -> tuple[Tensor, int]:
     handle: WaitHandle = getattr(_compiled.communicator(comm), function)(tensor, peer, tag)
     number = next(_numbers)
     _started[number] = handle
@@ -93,54 +93,48 @@ def JoinDummiesHandle(handle: WaitHandle, dummies: list[Tensor]) -> WaitHandle:
 class _Communicator:
     """The methods of mpi4torch's communicator that take and give tensors; scripted line by line."""
 
-    def __init__(self, number: int, rank: int, size: int) -> None:
-        self.number = number
+    def __init__(self, key: str, rank: int, size: int) -> None:
+        self.key = key
         self.rank = rank
         self.size = size
 
     def Allreduce(self, tensor: Tensor, op: Op) -> Tensor:
-        return torch.ops.torchrelay_mpi4torch.call(tensor, self.number, "Allreduce", op.name, [])
+        return torch.ops.torchrelay_mpi4torch.call(tensor, self.key, "Allreduce", op.name, [])
 
     def Bcast_(self, tensor: Tensor, root: int) -> Tensor:
-        return torch.ops.torchrelay_mpi4torch.call(tensor, self.number, "Bcast_", "", [root])
+        return torch.ops.torchrelay_mpi4torch.call(tensor, self.key, "Bcast_", "", [root])
 
     def Reduce_(self, tensor: Tensor, op: Op, root: int) -> Tensor:
-        return torch.ops.torchrelay_mpi4torch.call(tensor, self.number, "Reduce_", op.name, [root])
+        return torch.ops.torchrelay_mpi4torch.call(tensor, self.key, "Reduce_", op.name, [root])
 
     def Gather(self, tensor: Tensor, gatheraxis: int, root: int) -> Tensor:
         return torch.ops.torchrelay_mpi4torch.call(
-            tensor, self.number, "Gather", "", [gatheraxis, root]
+            tensor, self.key, "Gather", "", [gatheraxis, root]
         )
 
     def Allgather(self, tensor: Tensor, gatheraxis: int) -> Tensor:
-        return torch.ops.torchrelay_mpi4torch.call(
-            tensor, self.number, "Allgather", "", [gatheraxis]
-        )
+        return torch.ops.torchrelay_mpi4torch.call(tensor, self.key, "Allgather", "", [gatheraxis])
 
     def Scatter(self, tensor: Tensor, scatteraxis: int, numelem: int, root: int) -> Tensor:
         arguments = [scatteraxis, numelem, root]
-        return torch.ops.torchrelay_mpi4torch.call(tensor, self.number, "Scatter", "", arguments)
+        return torch.ops.torchrelay_mpi4torch.call(tensor, self.key, "Scatter", "", arguments)
 
     def Alltoall(self, tensor: Tensor, gatheraxis: int, scatteraxis: int, numelem: int) -> Tensor:
         arguments = [gatheraxis, scatteraxis, numelem]
-        return torch.ops.torchrelay_mpi4torch.call(tensor, self.number, "Alltoall", "", arguments)
+        return torch.ops.torchrelay_mpi4torch.call(tensor, self.key, "Alltoall", "", arguments)
 
     def Send(self, tensor: Tensor, dest: int, tag: int) -> Tensor:
-        return torch.ops.torchrelay_mpi4torch.call(tensor, self.number, "Send", "", [dest, tag])
+        return torch.ops.torchrelay_mpi4torch.call(tensor, self.key, "Send", "", [dest, tag])
 
     def Recv(self, tensor: Tensor, source: int, tag: int) -> Tensor:
-        return torch.ops.torchrelay_mpi4torch.call(tensor, self.number, "Recv", "", [source, tag])
+        return torch.ops.torchrelay_mpi4torch.call(tensor, self.key, "Recv", "", [source, tag])
 
     def Isend(self, tensor: Tensor, dest: int, tag: int) -> WaitHandle:
-        dummy, number = torch.ops.torchrelay_mpi4torch.start(
-            tensor, self.number, "Isend", dest, tag
-        )
+        dummy, number = torch.ops.torchrelay_mpi4torch.start(tensor, self.key, "Isend", dest, tag)
         return _WaitHandle(dummy, number)
 
     def Irecv(self, tensor: Tensor, source: int, tag: int) -> WaitHandle:
-        dummy, number = torch.ops.torchrelay_mpi4torch.start(
-            tensor, self.number, "Irecv", source, tag
-        )
+        dummy, number = torch.ops.torchrelay_mpi4torch.start(tensor, self.key, "Irecv", source, tag)
         return _WaitHandle(dummy, number)
 
     def Wait(self, handle: WaitHandle) -> Tensor:
