@@ -49,6 +49,7 @@ _STYLE: Any = {
     "legend.frameon": False,
 }
 _WIDTH_IN = 4.6  # readable on a phone, whose page is about as wide
+_GROUP_ROW = 0.4  # of the height of a request's row
 
 
 def page(report: Report, options: DemoOptions, facts: str) -> str:
@@ -151,35 +152,65 @@ def _serving(switches: Sequence[dict[str, Any]]) -> str:
     caption = (
         "From the request until its answer. A model that is not in device memory is copied there "
         "in groups, and computes as soon as the first is in place; one that stayed is not copied. "
+        "Below a request: when each group was copied, and when it was computed. "
         "The rest is messages between the processes."
     )
     return f"<h2>A switch to the trained model</h2>{_figure(_timeline(switches), caption)}"
 
 
 def _timeline(switches: Sequence[dict[str, Any]]) -> Figure:
-    """Draw the parts of each request's time one after the other."""
-    figure, axes = _axes(0.9 + 0.55 * len(switches))
+    """Draw the parts of each request's time one after the other, and below them when each group was
+    copied and computed.
+    """
+    rows = sum(1 + _GROUP_ROW * len(one["groups"]) for one in switches)
+    figure, axes = _axes(0.9 + 0.55 * rows)
     parts = {"waits": _LINE, "switches": _USUAL, "computes": _OURS, "the rest": _REST}
-    for place, one in enumerate(reversed(switches)):
+    place, ticks = 0.0, dict[float, str]()
+    for one in switches:
         times = [one["queue_ms"], one["switch_ms"], one["compute_ms"]]
-        times.append(one["total_ms"] - sum(times))
+        times.append(max(0.0, one["total_ms"] - sum(times[1:])))  # a total begins after the wait
         left = 0.0
         for (label, colour), width in zip(parts.items(), times, strict=True):
             axes.barh(place, width, left=left, color=colour, height=0.35, label=label)
             left += width
-        groups = f"{one['groups']} group{'s' * (one['groups'] != 1)}"
-        size = f"{one['copied_bytes'] / 1e6:.1f} MB copied in {groups}"
+        count = len(one["groups"])
+        groups = f" in {count} group{'s' * (count != 1)}" if count else ""
+        size = f"{one['copied_bytes'] / 1e6:.1f} MB copied{groups}"
         text = f"{one['kind']}, {size if one['copied_bytes'] else 'nothing copied'}: {left:.2f} ms"
         _above(axes, place, text, 12)
-    axes.set_yticks([])
-    axes.set_ylim(-0.4, len(switches) - 0.2)
+        for index, (copied, computed) in enumerate(_group_spans(one), 1):
+            place -= _GROUP_ROW
+            ticks[place] = f"group {index}"
+            for (start, end), colour in ((copied, _USUAL), (computed, _OURS)):
+                axes.barh(place, end - start, left=start, color=colour, height=0.2)
+        place -= 1
+    axes.set_yticks(list(ticks), list(ticks.values()))
+    axes.tick_params(axis="y", length=0)
+    axes.set_ylim(place + 0.6, 0.8)
     axes.set_xlabel("ms")
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles[: len(parts)], labels[: len(parts)], loc="outside upper left", ncols=4)
     return figure
 
 
-def _above(axes: Axes, place: int, text: str, points: int) -> None:
+def _group_spans(switch: dict[str, Any]) -> list[tuple[tuple[float, float], tuple[float, float]]]:
+    """Return when each group of a switch was copied, and when it was computed, in the order in
+    which they were needed: one is copied after the other, and computed until the next is needed.
+    """
+    groups, wait = switch["groups"], switch["queue_ms"]
+    ends = [one["needed_ms"] for one in groups] + [switch["switch_ms"] + switch["compute_ms"]]
+    arrived = sorted(one["arrived_ms"] for one in groups)
+    before = dict(zip(arrived, [0.0, *arrived], strict=False))
+    return [
+        (
+            (wait + before[one["arrived_ms"]], wait + one["arrived_ms"]),
+            (wait + one["computes_ms"], wait + max(one["computes_ms"], end)),
+        )
+        for one, end in zip(groups, ends[1:], strict=True)
+    ]
+
+
+def _above(axes: Axes, place: float, text: str, points: int) -> None:
     """Write at the left edge, a few points above a line."""
     axes.annotate(
         text,

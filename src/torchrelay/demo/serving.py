@@ -97,10 +97,9 @@ def compare_switches(
 
 
 def _last(switcher: Switcher, model: str) -> dict[str, Any]:
-    """Return the last switch to a model, as the status has it, and its number of groups."""
-    status = switcher.status()
-    groups = sum(block["model"] == model for block in status["blocks"])
-    return {**next(one for one in status["switches"] if one["model"] == model), "groups": groups}
+    """Return the last switch to a model, as the status has it."""
+    switches: list[dict[str, Any]] = switcher.status()["switches"]
+    return next(one for one in switches if one["model"] == model)
 
 
 def _seconds(call: Callable[[], object]) -> float:

@@ -156,6 +156,22 @@ def test_models_are_split_into_groups_and_used_in_another_order_than_registered(
     assert groups["chain0"] > 1
 
 
+def test_the_status_has_when_each_group_was_copied_and_computed(switcher: Switcher) -> None:
+    inputs = {"x": torch.ones(1, 64)}
+    for name in ("chain1", "chain2", "chain3", "chain0", "chain0"):  # two fit
+        switcher.infer(name, inputs)
+    resident, cold = switcher.status()["switches"][:2]
+    assert resident["groups"] == [] and len(cold["groups"]) > 1
+    assert sum(one["bytes"] for one in cold["groups"]) >= cold["copied_bytes"] > 0
+    last = 0.0
+    for one in cold["groups"]:
+        assert 0 <= one["arrived_ms"] <= one["computes_ms"]
+        assert last <= one["needed_ms"] <= one["computes_ms"]
+        last = one["computes_ms"]
+    assert last <= cold["total_ms"]
+    assert cold["switch_ms"] + cold["compute_ms"] <= cold["total_ms"]
+
+
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
 def test_wrong_inputs_and_names_are_refused_and_the_next_request_is_served(
     switcher: Switcher,

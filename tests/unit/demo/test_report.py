@@ -9,7 +9,7 @@ import pytest
 
 from torchrelay.demo.evaluation import RankingMetrics
 from torchrelay.demo.options import DemoOptions
-from torchrelay.demo.page import page
+from torchrelay.demo.page import _group_spans, page
 from torchrelay.demo.report import Report, Stage, format_seconds
 
 
@@ -71,16 +71,36 @@ def test_the_page_has_everything_and_needs_nothing_else() -> None:
     report.add_metrics({"test": metrics, "test, most frequent answer": metrics})
     report.add_sizes({"memory": 5_000_000})
     times = {"queue_ms": 1.0, "switch_ms": 2.0, "compute_ms": 3.0, "total_ms": 7.0}
-    report.switches = [{**times, "kind": "cold", "copied_bytes": 2_000_000, "groups": 3}]
+    groups = [
+        {"arrived_ms": 2.0, "needed_ms": 0.5, "computes_ms": 2.1},
+        {"arrived_ms": 3.0, "needed_ms": 2.6, "computes_ms": 3.1},
+    ]
+    report.switches = [
+        {**times, "kind": "cold", "copied_bytes": 2_000_000, "groups": groups},
+        {**times, "kind": "resident", "copied_bytes": 0, "groups": []},
+    ]
     options = DemoOptions(data=Path("/of this/machine/WN18RR"), epochs=3, serve=False)
     text = page(report, options, "5 facts")
     assert "torchrelay demo --data WN18RR --epochs 3 --no-serve</code>" in text
     assert "a &lt;stage&gt;" in text and "<stage>" not in text and "usual &amp; known" in text
-    assert "0.512" in text and "5.0 MB" in text and "2.0 MB copied in 3 groups: 7.00 ms" in text
+    assert "0.512" in text and "5.0 MB" in text and "2.0 MB copied in 2 groups: 8.00 ms" in text
+    assert "nothing copied: 8.00 ms" in text and text.count(">group ") == 2
     assert "torch " in text and text.count("<svg") == 4 and "/of this" not in text
     assert str(Path.home()) not in text
     assert not re.search(r"(?:src|href)=[\"'](?!#)|url\((?!#)|@import|<script", text)
     assert not re.search(r"[$]\w+|#01020", text)
+
+
+def test_a_group_is_copied_after_the_one_before_and_computed_until_the_next_is_needed() -> None:
+    groups = [
+        {"arrived_ms": 2.0, "needed_ms": 0.5, "computes_ms": 2.1},
+        {"arrived_ms": 3.0, "needed_ms": 2.6, "computes_ms": 3.1},
+    ]
+    switch = {"queue_ms": 1.0, "switch_ms": 2.0, "compute_ms": 3.0, "groups": groups}
+    assert _group_spans(switch) == [
+        ((1.0, 3.0), (3.1, 3.6)),
+        ((3.0, 4.0), (4.1, 6.0)),
+    ]
 
 
 def test_other_ranks_print_nothing(capsys: pytest.CaptureFixture[str]) -> None:

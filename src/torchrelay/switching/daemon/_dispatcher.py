@@ -49,8 +49,8 @@ class RunningBatch:
     copied_bytes: int
     overlaps: bool  # it runs while later groups are copied, or is profiled as if it did
     started: float
-    first_group: float  # when the first missing group was in place; 0: not yet
     is_building: bool  # the worker still builds the module
+    arrived: dict[int, float] = field(default_factory=dict)  # when a missing group was in place
 
 
 @dataclass(eq=False)
@@ -115,7 +115,7 @@ class Dispatcher:
     def _on_arrived(self, model: str, group: int) -> None:
         """Pass on that a group of a model is in place."""
         if self.run is not None and self.model == model:
-            self.run.first_group = self.run.first_group or time.monotonic()
+            self.run.arrived[group] = time.monotonic()
             self.run.worker.send(_messages.GroupCopied(self.run.run_id, group))
 
     def _on_copy_failed(self, model: str, error: Exception) -> None:
@@ -198,12 +198,9 @@ class Dispatcher:
         now, is_profile = time.monotonic(), requests[0].is_profile
         is_split = bool(pinned.missing) and len(pinned.offsets) > 1
         overlaps = (is_split or is_profile) and not served.runs_whole
-        first_group = 0.0 if pinned.missing else now
         run_id, copied_bytes = new_id(), pinned.copied_bytes
         builds = worker.loaded.get(served.name) != served.key
-        run = RunningBatch(
-            run_id, requests, worker, served, copied_bytes, overlaps, now, first_group, builds
-        )
+        run = RunningBatch(run_id, requests, worker, served, copied_bytes, overlaps, now, builds)
         try:
             written, end = worker.buffers.current.write(_merged_inputs(requests), 0)
         except Exception as error:  # of one request, which must not end the others
@@ -236,13 +233,14 @@ class Dispatcher:
         return run
 
     def _reply(self, run: RunningBatch, result: _messages.Result) -> Reply:
+        first_group = min(run.arrived.values(), default=run.started)
         reply = Reply(
             run.served.name,
             run.served.model.version,
             run.worker.buffers.take(result.outputs),
             queue_s=run.started - run.requests[0].arrived,
             # Binding goes on meanwhile; that of a model that arrives whole ends later.
-            switch_s=max(run.first_group - run.started, result.bind_s),
+            switch_s=max(first_group - run.started, result.bind_s),
             compute_s=result.compute_s,
             copied_bytes=run.copied_bytes,
         )
@@ -266,9 +264,19 @@ class Dispatcher:
                 "compute_ms": reply.compute_s * 1e3,
                 "total_ms": total_s * 1e3,
                 "copied_bytes": reply.copied_bytes,
+                "groups": [_timeline(run, group, *times) for group, times in result.waits.items()],
             }
         )
         return reply
+
+
+def _timeline(run: RunningBatch, group: int, needed: float, computed: float) -> dict[str, Any]:
+    """Return when a missing group was in place, when an operator needed it, and when computing of
+    it began, all since `run` started.
+    """
+    times = {"arrived": run.arrived[group], "needed": needed, "computes": computed}
+    since = {f"{name}_ms": (at - run.started) * 1e3 for name, at in times.items()}
+    return {"group": group, "bytes": run.served.grouped.sizes[group], **since}
 
 
 def _gather(

@@ -109,6 +109,8 @@ class Result(NamedTuple):
     outputs: list[Written]
     bind_s: float
     compute_s: float
+    # By group that was missing: time.monotonic() when an operator needed it, and when it had it.
+    waits: dict[int, tuple[float, float]]
     profile: Profile | None
 
 

@@ -78,6 +78,7 @@ class ModelRunner:
         self._models: dict[str, _Loaded] = {}
         self._failed: dict[str, str] = {}  # why a model is not in `_models`
         self._request_id = 0
+        self._waits: dict[int, tuple[float, float]] = {}  # of the request's groups, as in Result
 
     def run(self) -> None:
         """Serve messages until the daemon sends Exit or has exited."""
@@ -156,9 +157,10 @@ class ModelRunner:
     def _run(self, run: _messages.Run) -> None:
         buffer = self._buffers[run.buffer]
         buffer.started = run.request_id
-        start = time.perf_counter()
+        self._waits = {}
+        start = time.monotonic()
         loaded = self._bound(run)
-        bound_s = time.perf_counter() - start
+        bound_s = time.monotonic() - start
         results = self._forward(loaded, run)
         profile, written = None, list[Written]()
         if run.is_profile:
@@ -172,8 +174,12 @@ class ModelRunner:
         else:
             self._synchronize()  # outputs may be on the host while they are still copied there
             written, _ = buffer.write(_named(results), run.outputs_at)
-        compute_s = time.perf_counter() - start - bound_s
-        self._channel.send(_messages.Result(run.request_id, written, bound_s, compute_s, profile))
+        first_group = next((computed for _, computed in self._waits.values()), 0.0)
+        bound_s = max(bound_s, first_group - start)
+        compute_s = time.monotonic() - start - bound_s
+        self._channel.send(
+            _messages.Result(run.request_id, written, bound_s, compute_s, self._waits, profile)
+        )
 
     def _profiled(self, loaded: _Loaded, inputs: dict[str, torch.Tensor]) -> Profile:
         """Run a model that is in place again and again; one that fails while operators wait gets no
@@ -262,6 +268,7 @@ class ModelRunner:
 
     def _await(self, loaded: _Loaded, group: int, run: _messages.Run) -> None:
         """Wait for the group, and map what arrives meanwhile."""
+        needed = time.monotonic()
         while group in loaded.missing:
             message, _ = self._receive()
             if self._stops(message):
@@ -272,10 +279,13 @@ class ModelRunner:
             ):
                 loaded.missing.discard(message.group)
                 loaded.binding.arrive(message.group, run.offsets[message.group])
+                self._waits[message.group] = needed, time.monotonic()
 
     def _await_all(self, loaded: _Loaded, run: _messages.Run) -> None:
         for group in sorted(loaded.missing):
             self._await(loaded, group, run)
+        if run.missing:  # nothing computes before the last is there
+            self._waits = dict.fromkeys(run.missing, (time.monotonic(),) * 2)
 
 
 def _described(error: BaseException) -> dict[str, Any]:
