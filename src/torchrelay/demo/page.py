@@ -198,7 +198,8 @@ def _group_spans(switch: dict[str, Any]) -> list[tuple[tuple[float, float], tupl
     which they were needed: one is copied after the other, and computed until the next is needed.
     """
     groups, wait = switch["groups"], switch["queue_ms"]
-    ends = [one["needed_ms"] for one in groups] + [switch["switch_ms"] + switch["compute_ms"]]
+    ends = [one["needed_ms"] for one in groups[1:]]
+    ends += [one["computes_ms"] + switch["compute_ms"] for one in groups[:1]]  # of the last
     arrived = sorted(one["arrived_ms"] for one in groups)
     before = dict(zip(arrived, [0.0, *arrived], strict=False))
     return [
@@ -206,7 +207,7 @@ def _group_spans(switch: dict[str, Any]) -> list[tuple[tuple[float, float], tupl
             (wait + before[one["arrived_ms"]], wait + one["arrived_ms"]),
             (wait + one["computes_ms"], wait + max(one["computes_ms"], end)),
         )
-        for one, end in zip(groups, ends[1:], strict=True)
+        for one, end in zip(groups, ends, strict=True)
     ]
 
 

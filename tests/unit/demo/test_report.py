@@ -99,7 +99,7 @@ def test_a_group_is_copied_after_the_one_before_and_computed_until_the_next_is_n
     switch = {"queue_ms": 1.0, "switch_ms": 2.0, "compute_ms": 3.0, "groups": groups}
     assert _group_spans(switch) == [
         ((1.0, 3.0), (3.1, 3.6)),
-        ((3.0, 4.0), (4.1, 6.0)),
+        ((3.0, 4.0), (4.1, 6.1)),
     ]
 
 
