@@ -718,7 +718,8 @@ def test_transforms_can_be_seen_through() -> None:
         with _torch.outside_transforms():
             plain = torch.ones(2, requires_grad=True)
         assert plain.requires_grad and not _torch.is_transformed(plain)
-        assert not _torch.records_below_transforms()
+        assert _torch.grad_modes() == [False, False, True]
+        assert _torch.transform_depth() == 2
         assert not _torch.is_transformed(_torch.lowered(x, 0))
         below = _torch.below_current(x)
         assert below is not x and _torch.is_transformed(below)
@@ -729,7 +730,7 @@ def test_transforms_can_be_seen_through() -> None:
         assert rows.tolist() == [[1.0, 1.0]] * 3
         same = torch.vmap(lambda x: _torch.batched_by_all(torch.ones(2)), out_dims=0)(rows)
         assert same.shape == (3, 2)
-    assert _torch.records_below_transforms()
+    assert _torch.grad_modes() == [True] and _torch.transform_depth() == 0
     with torch.autograd.forward_ad._set_fwd_grad_enabled(False), _torch.forward_mode_below():
         assert torch._C._is_fwd_grad_enabled()
 

@@ -25,13 +25,14 @@ __all__ = [
     "first_hook",
     "forward_mode_active",
     "forward_mode_below",
+    "grad_modes",
     "in_forward_transform",
     "is_transformed",
     "lowered",
     "outside_transforms",
     "recomputation",
     "recompute_whole",
-    "records_below_transforms",
+    "transform_depth",
     "transforms_active",
 ]
 
@@ -131,11 +132,20 @@ def outside_transforms() -> Any:
     return temporarily_clear_interpreter_stack()
 
 
-def records_below_transforms() -> bool:
-    """Whether grad mode is on outside of all ``torch.func`` transforms that are active."""
-    interpreters = retrieve_all_functorch_interpreters()
-    modes = [i.prev_grad_mode() for i in interpreters if isinstance(i, GradInterpreter)]
-    return modes[0] if modes else torch.is_grad_enabled()
+def grad_modes() -> list[bool]:
+    """Return whether grad mode is on outside of all active ``torch.func`` transforms, and in each.
+
+    Of those below the one that runs, torch itself turns it on while it differentiates.
+    """
+    modes = [torch.is_grad_enabled()]
+    for each in reversed(retrieve_all_functorch_interpreters()):
+        modes.append(each.prev_grad_mode() if isinstance(each, GradInterpreter) else modes[-1])
+    return modes[::-1]
+
+
+def transform_depth() -> int:
+    """Return how many ``torch.func`` transforms are active."""
+    return torch._C._functorch.maybe_current_level() or 0
 
 
 def batched_by_all(tensor: torch.Tensor) -> torch.Tensor:

@@ -292,7 +292,8 @@ class TransformNode(torch.autograd.Function):
         ctx: Any, _call: None, tangent: Tensor | None, _token: Tensor | None, _chain_arg: None
     ) -> tuple[Tensor, Tensor]:
         chain = ctx.link.chain
-        with _torch.forward_mode_below():
+        mode = _here.grad_modes[_torch.transform_depth()]
+        with _torch.forward_mode_below(), torch.set_grad_enabled(mode):
             if ctx.token is not None:
                 token, before = _torch.below_current(ctx.token), chain.wrapped
                 chain.follow(token if before is None else token + _torch.below_current(before))
@@ -418,6 +419,7 @@ class _Here(threading.local):
     """What each thread has of its own."""
 
     in_tangent = False
+    grad_modes: Sequence[bool] = ()  # of the transforms around the call that runs
 
 
 _here = _Here()
@@ -447,11 +449,19 @@ def _record_under_transform(call: Call, x: Tensor) -> Tensor:
             "torch.autograd.forward_ad"
         )
     x = _torch.batched_by_all(x)  # ranks may not agree, such as one with a cotangent of zeros
-    if call.comm.is_alone or not call.differentiable(x):
-        return _apply_transformed(call, x, _TOKEN, _chain.APART)[0]  # type: ignore[no-any-return]
+    modes, _here.grad_modes = _here.grad_modes, _torch.grad_modes()
+    try:
+        if call.comm.is_alone or not call.differentiable(x):
+            return _apply_transformed(call, x, _TOKEN, _chain.APART)[0]  # type: ignore[no-any-return]
+        return _join_under_transform(call, x)
+    finally:
+        _here.grad_modes = modes
+
+
+def _join_under_transform(call: Call, x: Tensor) -> Tensor:
     chain = _chain.current()
     before, length = chain.wrapped, len(chain.names)
-    head = chain.extend(call.name) if _torch.records_below_transforms() else _TOKEN
+    head = chain.extend(call.name) if _here.grad_modes[0] else _TOKEN
     token = chain.token_in_transform()
     try:
         y, head = _apply_transformed(call, x, head if token is None else token, chain)

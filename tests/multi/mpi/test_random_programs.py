@@ -12,6 +12,7 @@ import itertools
 import torch
 
 from multi.mpi.programs import (
+    SHAPE,
     TRANSFORMS,
     OneProcess,
     Program,
@@ -19,6 +20,7 @@ from multi.mpi.programs import (
     Statement,
     check,
     draw,
+    transformed,
 )
 from multi.mpi.runner import THREADS, mpi_test
 from torchrelay import mpi
@@ -116,3 +118,8 @@ def test_pairs_of_transforms(comm: Communicator, pair: str) -> None:
         [collective("prod"), Statement("local", "world", ("", True), 1), collective("shift")],
     ):
         check_program(comm, Program(5, "transformed", body, torch.float64, names, False))
+    function, x = ranks(comm).function(body), torch.ones(2, requires_grad=True)
+    y = comm.Allreduce(x, mpi.MPI_SUM)
+    with torch.no_grad():  # which records nothing that the backward pass must reach
+        transformed(function, names, comm, torch.float64)(torch.ones(SHAPE).double())
+    y.sum().backward()
