@@ -40,6 +40,7 @@ from torchrelay.mpi._dtypes import (
     LOGICAL,
     NATIVE,
     Op,
+    check_integer,
     check_op,
     check_reduction,
     check_tensor,
@@ -446,6 +447,7 @@ def scatter(comm: Comm, x: Tensor, axis: int, length: int, root: int) -> Plan:
     graph, they have the shape of root's.
     """
     check_tensor(x)
+    check_integer("numelem", length)
     comm.check_rank(root)
     recorded = is_differentiated() and is_differentiable(x.dtype)
     uniform = False
@@ -458,6 +460,7 @@ def scatter(comm: Comm, x: Tensor, axis: int, length: int, root: int) -> Plan:
 def alltoall(comm: Comm, x: Tensor, gatheraxis: int, scatteraxis: int, numelem: int) -> Plan:
     """Gather along ``gatheraxis``, and scatter along ``scatteraxis``: ``numelem`` to this rank."""
     g, s = axis_of(gatheraxis, x), axis_of(scatteraxis, x)
+    check_integer("numelem", numelem)
     uniform = g != s and is_uniform(comm, x, s, numelem)
     return Plan(Alltoall(comm, g, s, numelem, x.shape[g], uniform=uniform), x)
 
@@ -494,15 +497,14 @@ def linear(call: Reduction, x: Tensor, gathered: Callable[[str], Plan]) -> Plan:
     The other ranks compare its argument. Logical operations are computed on bool.
 
     Raises:
-        ArgumentError: ``x`` is no tensor, or the operation needs an order, which complex numbers
-            lack.
+        ArgumentError: ``x`` is no tensor, or the operation is undefined for its dtype.
     """
     check_tensor(x)
+    check_op(x.dtype, call.op)
     if call.op in LOGICAL and x.dtype is not torch.bool:
         return Plan(call, x != 0, lambda y: y.to(x.dtype))
     if call.op is Op.SUM or not (is_differentiated() and call.differentiable(x)):
         return Plan(call, x)
-    check_op(x.dtype, call.op)
     return gathered(f", for {call.describe()}")
 
 
@@ -514,7 +516,8 @@ def _gathered(comm: Comm, x: Tensor, of: str, complete: Callable[[Tensor], Tenso
 def reduce_locally(parts: Tensor, op: Op) -> Tensor:
     """Reduce ``parts`` along their first axis with MAX, MIN or PROD, differentiably."""
     if op is Op.PROD:
-        return parts.prod(0)
+        # not prod(0), which multiplies by 1, and makes an infinite complex number a NaN
+        return functools.reduce(torch.mul, parts.unbind(0))
     return parts.amax(0) if op is Op.MAX else parts.amin(0)
 
 
@@ -569,6 +572,9 @@ def allreduce(comm: Comm, x: Tensor, op: Op) -> Plan:
 
 def allreduce_located(comm: Comm, x: Tensor, op: Op) -> Located:
     """Reduce with MAXLOC or MINLOC."""
+    check_tensor(x)
+    if x.is_complex():
+        check_op(x.dtype, op)
     values = run(allreduce(comm, x, Op.MAX if op is Op.MAXLOC else Op.MIN))
     held = x.detach()
     here = torch.where((held == values.detach()) | held.isnan(), comm.rank, comm.size)
@@ -662,6 +668,7 @@ def reduce_scatter(comm: Comm, x: Tensor, op: Op, axis: int, length: int) -> Pla
     It has the ``length`` that this rank asks for.
     """
     axis = axis_of(axis, x)
+    check_integer("numelem", length)
     uniform = is_uniform(comm, x, axis, length)
     return linear(
         ReduceScatter(comm, op, axis, length, uniform=uniform),

@@ -29,7 +29,7 @@ from torchrelay.mpi._collectives import (
     scatter,
 )
 from torchrelay.mpi._comm import WORLD_NAME, collective
-from torchrelay.mpi._dtypes import Op, check_integer
+from torchrelay.mpi._dtypes import Op, check_integer, integers
 from torchrelay.mpi._halo import Neighbors
 from torchrelay.mpi._inplace import overwrite
 from torchrelay.mpi._library import MPI, is_mpi_job, load
@@ -142,17 +142,18 @@ class Communicator(NonBlocking, Messages):
         Returns:
             None on ranks that the grid leaves out.
         """
-        dims, periods = list(dims), list(periods or [False] * len(dims))
-        if len(periods) != len(dims) or min(dims, default=1) < 1 or math.prod(dims) > self.size:
+        dims = integers("dims", dims)
+        periodic = [bool(each) for each in integers("periods", periods or [False] * len(dims))]
+        if len(periodic) != len(dims) or min(dims, default=1) < 1 or math.prod(dims) > self.size:
             raise ArgumentError(
                 f"Cart: {self.name} of {self.size} ranks cannot form a grid of {dims} with periods "
-                f"{periods}"
+                f"{periodic}"
             )
         color = 0 if self.rank < math.prod(dims) else UNDEFINED
-        transport = self._split("Cart", f"dims={dims}, periods={periods}", color, self.rank)
+        transport = self._split("Cart", f"dims={dims}, periods={periodic}", color, self.rank)
         if transport is None:
             return None
-        cart = CartCommunicator(transport, dims, periods)
+        cart = CartCommunicator(transport, dims, periodic)
         return cart.replace(self.convention, self.unreachable_policy)
 
     def _split(self, name: str, arguments: str, color: int, key: int) -> Transport | None:
@@ -319,7 +320,7 @@ class Communicator(NonBlocking, Messages):
 
         Collective and blocking. All ranks pass equal ``counts``.
         """
-        numelem = check_counts(counts, self.size, sum(counts))[self.rank]
+        numelem = check_counts(counts, self.size)[self.rank]
         return self.Scatter(tensor, axis, numelem, root)
 
     @collective

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import torch
@@ -31,7 +31,9 @@ __all__ = [
     "check_reduction",
     "check_tensor",
     "fold",
+    "integers",
     "is_differentiable",
+    "is_integer",
 ]
 
 
@@ -90,6 +92,9 @@ KERNELS: dict[Op, Callable[..., Tensor]] = {
 
 def fold(parts: Sequence[Tensor], op: Op) -> Tensor:
     """Reduce ``parts``, in order."""
+    if op is Op.SUM and parts[0].is_complex():
+        # torch.add multiplies by 1, and makes a NaN of an infinity
+        return torch.view_as_complex(fold([torch.view_as_real(part) for part in parts], op))
     total = functools.reduce(KERNELS[op], parts)
     return (total != 0).to(parts[0].dtype) if op in LOGICAL else total
 
@@ -124,10 +129,27 @@ def check_tensor(x: object) -> None:
         raise ArgumentError(f"a tensor is needed, not {type(x).__name__}{remedy}")
 
 
+def is_integer(given: object) -> bool:
+    """Return whether ``given`` is an integer, of Python or NumPy."""
+    return isinstance(given, (int, np.integer, np.bool_))
+
+
 def check_integer(name: str, given: object) -> None:
     """Raise :class:`ArgumentError` if ``given`` is no integer."""
-    if not isinstance(given, (int, np.integer)):
+    if not is_integer(given):
         raise ArgumentError(f"{name} must be an integer, not {type(given).__name__}")
+
+
+def integers(name: str, given: object) -> list[int]:
+    """Return ``given`` as a list; raise :class:`ArgumentError` unless it has integers only."""
+    if isinstance(given, Tensor):
+        given = given.tolist()
+    if not isinstance(given, Iterable):
+        raise ArgumentError(f"{name} must be a sequence of integers, not {type(given).__name__}")
+    found = list(given)
+    for each in found:
+        check_integer(name, each)
+    return found
 
 
 def check_reduction(op: object) -> None:
@@ -149,14 +171,14 @@ def check_op(dtype: torch.dtype, op: Op) -> None:
     """Check that ``op`` is defined for ``dtype``.
 
     Raises:
-        ArgumentError: it is not (bitwise on floats, an order of complex numbers).
+        ArgumentError: it is not (bitwise on floats, all but sums and products of complex numbers).
     """
     check_dtype(dtype)
     if dtype.is_complex:
         is_defined = op in (Op.SUM, Op.PROD)
         hint = "pass a real tensor, such as torch.view_as_real(x) or x.abs()"
     elif op in KERNELS:
-        is_defined = op in ARITHMETIC or not dtype.is_floating_point
+        is_defined = op in (*ARITHMETIC, *LOGICAL) or not dtype.is_floating_point
         hint = "pass a tensor of integers or bool, such as x != 0"
     else:
         is_defined, hint = False, "only Allreduce takes it"

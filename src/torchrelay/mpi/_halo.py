@@ -6,16 +6,18 @@ halos of the previous ones, which fills the corners.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
-from torchrelay.errors import ArgumentError
+from torchrelay.errors import ArgumentError, MismatchError
 from torchrelay.mpi._comm import Comm
-from torchrelay.mpi._memory import axis_of
-from torchrelay.mpi._point_to_point import Sendrecv
+from torchrelay.mpi._dtypes import check_dtype, check_tensor, integers, is_integer
+from torchrelay.mpi._memory import axis_of, check_memory
+from torchrelay.mpi._point_to_point import Sendrecv, pass_over
 from torchrelay.mpi._record import record
 from torchrelay.mpi._transport import PROC_NULL, Transport
 
@@ -41,14 +43,10 @@ class Neighbors(Comm):
             return PROC_NULL
         return int(np.ravel_multi_index(coords, self.dims, mode="wrap"))
 
-    def _exchange(self, dim: int, lower: Tensor, upper: Tensor) -> tuple[Tensor, Tensor]:
-        """Send ``lower`` and ``upper`` to the neighbours along ``dim`` and return theirs."""
-        below, above = self.neighbors[dim]
-        return self._shift(upper, above, below), self._shift(lower, below, above)
-
-    def _shift(self, x: Tensor, dest: int, source: int) -> Tensor:
-        """Send ``x`` to ``dest``, and return what comes from ``source``; zeros from none."""
+    def _shift(self, x: Tensor, steps: Steps) -> Tensor:
+        """Take the next step: send ``x``, and return what comes; zeros from no neighbour."""
         faces = self._faces.replace(self.convention, self.unreachable_policy)
+        dest, source = steps.pop(0)
         return record(Sendrecv(faces, dest, 0, source, 0, tuple(x.shape), dtype=x.dtype), x)
 
     def Halo_exchange(
@@ -71,24 +69,65 @@ class Neighbors(Comm):
             ArgumentError: the tensor is shorter than the halo, or widths and axes do not fit the
                 grid.
         """
-        x, dims = tensor, len(self.dims)
-        axes = [axis_of(axis, x) for axis in (range(dims) if axes is None else axes)]
-        widths = [width] * dims if isinstance(width, int) else list(width)
+        steps = [
+            step for below, above in self.neighbors for step in ((above, below), (below, above))
+        ]
+        if is_compiling():
+            return self._extended(tensor, width, axes, steps)
+        try:
+            return self._extended(tensor, width, axes, steps)
+        except (ArgumentError, MismatchError):
+            # The neighbours take these steps, and learn of it.
+            for dest, source in steps:
+                pass_over(self._faces, dest, 0, source, 0)
+            raise
+
+    def _extended(
+        self,
+        x: Tensor,
+        width: int | Sequence[int | tuple[int, int]],
+        axes: Sequence[int] | None,
+        steps: Steps,
+    ) -> Tensor:
+        """Return the result of :meth:`Halo_exchange`, taking all ``steps``."""
+        check_tensor(x)
+        check_memory(x)
+        check_dtype(x.dtype)
+        dims = len(self.dims)
+        axes = integers("axes", range(dims) if axes is None else axes)
+        axes = [axis_of(axis, x) for axis in axes]
+        widths = _sides(width, dims)
         if len(axes) != dims or len(widths) != dims:
             raise ArgumentError(
                 f"a grid of {dims} dimensions needs {dims} axes and widths, not {axes} and {widths}"
             )
-        for dim, (axis, each) in enumerate(zip(axes, widths, strict=True)):
-            below, above = (each, each) if isinstance(each, int) else each
+        for axis, (below, above) in zip(axes, widths, strict=True):
             length = x.shape[axis]
-            if not 0 <= max(below, above) <= length or min(below, above) < 0:
+            if not 0 <= min(below, above) <= max(below, above) <= length:
                 raise ArgumentError(
                     f"a halo of {(below, above)} needs as much along axis {axis}, which has "
                     f"{length}"
                 )
-            if below or above:
-                lower, upper = self._exchange(
-                    dim, x.narrow(axis, 0, above), x.narrow(axis, length - below, below)
-                )
-                x = torch.cat([lower, x, upper], axis)
+        for axis, (below, above) in zip(axes, widths, strict=True):
+            lower = self._shift(x.narrow(axis, x.shape[axis] - below, below), steps)
+            upper = self._shift(x.narrow(axis, 0, above), steps)
+            x = torch.cat([lower, x, upper], axis)
         return x
+
+
+Steps = list[tuple[int, int]]
+"""Where each message of an exchange goes, and where that comes from which is received with it."""
+
+
+def _sides(widths: object, dims: int) -> list[tuple[int, int]]:
+    """Return the widths of a halo on both sides, for each dimension of a grid."""
+    given = [widths] * dims if is_integer(widths) else widths
+    if not isinstance(given, Iterable):
+        raise ArgumentError(f"width must be integers or pairs of them, not {given}")
+    sides = [integers("width", [each] * 2 if is_integer(each) else each) for each in given]
+    for each in sides:
+        if len(each) != 2:
+            raise ArgumentError(
+                f"width must be an integer or one for each of two sides, not {each}"
+            )
+    return [(below, above) for below, above in sides]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from torchrelay._torch import is_host_memory
 from torchrelay.errors import ArgumentError
-from torchrelay.mpi._dtypes import check_dtype, check_integer, check_tensor
+from torchrelay.mpi._dtypes import check_dtype, check_integer, check_tensor, integers
 from torchrelay.mpi._settings import settings
 
 if TYPE_CHECKING:
@@ -118,15 +118,17 @@ def axis_of(axis: int, x: Tensor) -> int:
     return axis % x.ndim
 
 
-def check_counts(counts: Sequence[int], size: int, total: int) -> list[int]:
-    """Return ``counts``, one for each of ``size`` ranks, together ``total``.
+def check_counts(counts: Sequence[int], size: int, total: int | None = None) -> list[int]:
+    """Return ``counts``, one for each of ``size`` ranks, together ``total`` if it is given.
 
     Raises:
         ArgumentError: they are not.
     """
-    if len(counts) != size or min(counts) < 0 or sum(counts) != total:
-        raise ArgumentError(f"{list(counts)} must be {size} numbers, together {total}")
-    return list(counts)
+    found = integers("counts", counts)
+    if len(found) != size or min(found) < 0 or total not in (None, sum(found)):
+        together = "" if total is None else f", together {total}"
+        raise ArgumentError(f"{found} must be {size} numbers{together}")
+    return found
 
 
 def with_length(shape: Sequence[int], axis: int, length: int) -> list[int]:

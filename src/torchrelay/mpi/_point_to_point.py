@@ -5,21 +5,26 @@ source, a sent tensor's is received. In a backward pass, a cotangent is sent wit
 receiver, and the send completes at the end of the pass. A forward pass that relied on MPI's buffers
 could deadlock in its backward pass otherwise.
 
-A receiver raises if a message has another length than its memory.
+A receiver raises if a message has another length than its memory. A call that is refused takes part
+in its messages all the same, with nothing, so that later ones are not taken for them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from torchrelay import _torch
-from torchrelay.errors import ArgumentError, MismatchError
+from torchrelay.errors import ArgumentError, MismatchError, TorchRelayError, UnsupportedError
 from torchrelay.mpi import _compiled
 from torchrelay.mpi._chain import Answer, Chain
 from torchrelay.mpi._comm import Comm
@@ -31,7 +36,11 @@ from torchrelay.mpi._settings import settings
 from torchrelay.mpi._transport import ANY_SOURCE, ANY_TAG, PROC_NULL, Message
 from torchrelay.mpi._wait import Waiting, abandon, finish
 
-__all__ = ["JoinDummies", "JoinDummiesHandle", "Messages", "Sendrecv", "WaitHandle"]
+__all__ = ["JoinDummies", "JoinDummiesHandle", "Messages", "Sendrecv", "WaitHandle", "pass_over"]
+
+_C = TypeVar("_C", bound=Comm)
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 # In debug mode, each message is announced to its receiver, which compares shape and dtype.
 ANNOUNCEMENT_BYTES = 256
@@ -98,13 +107,14 @@ class Receiving:
         message, part = self.requests[index], self.parts[index]
         finish(message, call, part)
         if message.source != PROC_NULL and message.size_bytes != part.nbytes:
-            raise call.comm.job.failed(
-                MismatchError(
-                    f"rank {call.comm.rank}: {call.describe()} on {call.comm.name} got "
-                    f"{message.size_bytes} bytes from rank {message.source}, and expected "
-                    f"{part.nbytes}: {part.numel()} elements of {part.dtype}"
-                )
+            is_refused = not message.size_bytes and len(self.parts) == 1
+            error = MismatchError(
+                f"rank {call.comm.rank}: {call.describe()} on {call.comm.name} got "
+                f"{message.size_bytes} bytes from rank {message.source}, "
+                f"{'whose call failed or was of an empty tensor, ' if is_refused else ''}and "
+                f"expected {part.nbytes}: {part.numel()} elements of {part.dtype}"
             )
+            raise error if is_refused else call.comm.job.failed(error)
         return message
 
     def _compare(self, call: Waiting, request: Message, text: Tensor) -> None:
@@ -400,9 +410,50 @@ class Irecv(_PeerCall):
         return self.tangent_handle.dummy
 
 
+_TAGS = ("sendtag", "recvtag")
+
+
+def pass_over(comm: Comm, dest: Any, sendtag: Any, source: Any, recvtag: Any) -> None:
+    """Send nothing to ``dest``, and drop what comes from ``source``, where these exist.
+
+    What is dropped may come later.
+    """
+    if comm.lease.is_freed or comm.job.broken is not None:
+        return
+    nothing = torch.empty(0, device="cpu")
+    with contextlib.suppress(TorchRelayError):
+        abandon(Send(comm, *comm.check_peer("dest", dest, sendtag)).send(nothing))
+    with contextlib.suppress(TorchRelayError):
+        Receiving(comm, nothing, *comm.check_peer("source", source, recvtag, True))
+
+
+def _in_step(
+    method: Callable[Concatenate[_C, _P], _R],
+) -> Callable[Concatenate[_C, _P], _R]:
+    """Let a refused call pass over its messages; a decorator."""
+    signature = inspect.signature(method)
+
+    @functools.wraps(method)
+    def call(self: _C, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if is_compiling():
+            return method(self, *args, **kwargs)
+        try:
+            return method(self, *args, **kwargs)
+        except (ArgumentError, UnsupportedError):
+            bound = signature.bind(self, *args, **kwargs)
+            bound.apply_defaults()
+            given = bound.arguments
+            sendtag, recvtag = (given.get(name, given.get("tag")) for name in _TAGS)
+            pass_over(self, given.get("dest"), sendtag, given.get("source"), recvtag)
+            raise
+
+    return call
+
+
 class Messages(Comm):
     """The point-to-point functions of a communicator."""
 
+    @_in_step
     def Send(self, tensor: Tensor, dest: int, tag: int = 0) -> Tensor:
         """Send ``tensor`` to ``dest``. Blocks until ``tensor`` may be changed.
 
@@ -411,6 +462,7 @@ class Messages(Comm):
         """
         return record(Send(self, *self.check_peer("dest", dest, tag)), tensor)
 
+    @_in_step
     def Recv(self, tensor: Tensor, source: int, tag: int = 0) -> Tensor:
         """Overwrite ``tensor`` with a message from ``source``. Blocks until it has arrived.
 
@@ -422,6 +474,7 @@ class Messages(Comm):
         """
         return overwrite(Recv(self, *self.check_peer("source", source, tag, True)), tensor)
 
+    @_in_step
     def Sendrecv(
         self,
         tensor: Tensor,
@@ -450,11 +503,13 @@ class Messages(Comm):
         return record(call, tensor)
 
     @_compiled.eager_only
+    @_in_step
     def Isend(self, tensor: Tensor, dest: int, tag: int = 0) -> WaitHandle:
         """Start :meth:`Send`; ``tensor`` must not change until :meth:`Wait`."""
         return Isend(self, *self.check_peer("dest", dest, tag)).begin(tensor)
 
     @_compiled.eager_only
+    @_in_step
     def Irecv(self, tensor: Tensor, source: int, tag: int = 0) -> WaitHandle:
         """Start :meth:`Recv`; :meth:`Wait` returns the result."""
         check_tensor(tensor)

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from multi.mpi.runner import mpi_test
+from multi.mpi.runner import REAL, THREADS, mpi_test
 from torchrelay import mpi
 from torchrelay.errors import ArgumentError, MismatchError
 from torchrelay.mpi import Communicator
@@ -223,4 +224,68 @@ def test_wrong_arguments_of_one_rank_end_the_call_on_all(comm: Communicator) -> 
                 call()
         with torch.no_grad():  # the next call is the next of all
             assert comm.Allreduce(torch.ones(1), mpi.MPI_SUM) == comm.size, name
+        mpi.reset()
+
+
+def neighbors(comm: Communicator) -> tuple[int, int]:
+    return (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+
+
+@functools.cache
+def grid(comm: Communicator) -> mpi.CartCommunicator:
+    cart = comm.Cart([1, comm.size], [False, True])
+    assert cart is not None
+    return cart
+
+
+def messages(
+    comm: Communicator, value: float, wrong: Any
+) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+    """Calls that send ``value`` to the next rank; named, if given ``wrong`` where it is not None.
+
+    Those that receive return two values of the last rank.
+    """
+    above, below = neighbors(comm)
+    x, memory = torch.full((2, 2), value), torch.empty(2, 2)
+    given, like = (x, memory) if wrong is None else (wrong[0], wrong[0])
+    yield "Send", lambda: comm.Send(given, above)
+    yield "receive", lambda: comm.Recv(memory.clone(), below)
+    yield "Isend", lambda: comm.Isend(given, above).Wait()
+    yield "receive", lambda: comm.Irecv(memory.clone(), below).Wait()
+    yield "send", lambda: comm.Send(x, above)
+    yield "Recv", lambda: comm.Recv(like, below)
+    yield "send", lambda: comm.Isend(x, above).Wait()
+    yield "Irecv", lambda: comm.Irecv(like, below).Wait()
+    yield "Sendrecv", lambda: comm.Sendrecv(given, above, below)
+    yield "Halo_exchange", lambda: grid(comm).Halo_exchange(given, [(0, 0), (1, 0)])[:, :1]
+
+
+RECEIVE = ("receive", "Recv", "Irecv", "Sendrecv", "Halo_exchange")
+
+
+@mpi_test((2, 3), on=(*REAL, *THREADS))
+def test_refused_messages_are_not_taken_for_later_ones(comm: Communicator) -> None:
+    """The rank with wrong arguments raises, and the one that waits for its message."""
+    last, (_, below) = comm.size - 1, neighbors(comm)
+    sparse, unsigned = torch.ones(2, 2).to_sparse(), torch.ones(2, 2, dtype=torch.uint16)
+    for mistake in ([None], [sparse], [unsigned], [[1.0, 2.0]]):
+        previous = ""
+        for name, call in messages(comm, float(comm.rank), mistake if comm.rank == last else None):
+            is_refused = comm.rank == last and name[0].isupper()
+            if is_refused:
+                with pytest.raises(ArgumentError):
+                    call()
+            elif below == last and (
+                name in ("Sendrecv", "Halo_exchange") or previous in ("Send", "Isend")
+            ):
+                with pytest.raises(MismatchError, match="whose call failed"):
+                    call()
+            else:
+                y = call()
+                assert name not in RECEIVE or (y == below).all(), (name, y)
+            previous = name
+        mpi.reset()
+        for name, call in messages(comm, comm.rank + 10.0, None):  # the next are the next of all
+            y = call()
+            assert name not in RECEIVE or (y == below + 10).all(), (name, y)
         mpi.reset()

@@ -1,7 +1,7 @@
 """MPI as a transport, by mpi4py.
 
 MPI lacks float16 and bfloat16: they are sent as two bytes and reduced by operations defined here,
-as are maxima and minima of all floats, because those of MPI may lose a NaN.
+as is what MPI libraries reduce otherwise than torch.
 What one MPI call cannot count is moved in pieces; all ranks decide so alike.
 """
 
@@ -73,7 +73,16 @@ def _own_op(dtype: torch.dtype, op: Op) -> MPI.Op:
         theirs, ours = (torch.frombuffer(each, dtype=dtype) for each in (incoming, result))
         kernel(theirs, ours, out=ours)
 
-    return MPI.Op.Create(reduce, commute=True)
+    # Products of three complex numbers that are not finite depend on their order.
+    return MPI.Op.Create(reduce, commute=not dtype.is_complex)
+
+
+def _needs_own_op(dtype: torch.dtype, op: Op) -> bool:
+    if dtype.is_floating_point:
+        return dtype in HALVES or op in EXTREMA  # others may lose a NaN
+    if dtype.is_complex:
+        return op is Op.PROD  # C makes an infinity of some NaNs
+    return op is Op.SUM and dtype.itemsize <= 2 and dtype is not torch.bool  # may not wrap around
 
 
 def _op(dtype: torch.dtype, op: Op) -> MPI.Op:
@@ -81,7 +90,7 @@ def _op(dtype: torch.dtype, op: Op) -> MPI.Op:
     found = _ops.get((dtype, op))
     if found is None:
         check_op(dtype, op)
-        if dtype in HALVES or (dtype.is_floating_point and op in EXTREMA):
+        if _needs_own_op(dtype, op):
             found = _own_op(dtype, op)
         else:
             is_any = dtype is torch.bool and op is Op.SUM
