@@ -11,25 +11,21 @@ import errno
 import logging
 import os
 import signal
+import subprocess
+import sys
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 
+import faulty_writer
+from faulty_writer import fail_in
 from torchrelay import _helper, _telemetry
-from torchrelay.checkpoint import (
-    SaveHandle,
-    _writer_process,
-    async_save,
-    latest,
-    load,
-    save,
-    verify,
-)
+from torchrelay.checkpoint import SaveHandle, async_save, latest, load, save, verify
 from torchrelay.checkpoint._background import saver
 from torchrelay.errors import PeerLostError, StorageError, TorchRelayError
 from waiting import eventually
@@ -66,49 +62,6 @@ def _check(path: str | Path, step: int) -> None:
     state = _state(-1)
     load(state, path)
     assert state["step"] == step and torch.equal(state["w"], _state(step)["w"])
-
-
-def _fail_in(call: str, name: str, code: int | None) -> None:
-    """Let a system call fail in this process, on files whose names begin with ``name``."""
-    real = getattr(os, call)
-
-    def failing(target: Any, *args: Any, **options: Any) -> Any:
-        place = os.readlink(f"/proc/self/fd/{target}") if isinstance(target, int) else str(target)
-        if name in os.path.basename(place):
-            if code is None:
-                signal.raise_signal(signal.SIGKILL)
-                raise AssertionError
-            raise OSError(code, os.strerror(code))
-        return real(target, *args, **options)
-
-    setattr(os, call, failing)
-
-
-class _FaultyWriter:
-    """In place of ``Popen``: the program of the writer in a fork in which ``sabotage`` was run."""
-
-    def __init__(self, sabotage: Callable[[], None], fd: int) -> None:
-        self.returncode: int | None = None
-        self.pid = os.fork()
-        if self.pid == 0:
-            try:
-                os.closerange(3, fd)
-                os.closerange(fd + 1, 1024)
-                sabotage()
-                _writer_process.main(fd)
-            finally:
-                os._exit(0)
-
-    def kill(self) -> None:
-        if self.returncode is None:
-            with suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGKILL)
-
-    def wait(self, timeout_s: float | None = None) -> int | None:
-        if self.returncode is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG if timeout_s == 0 else 0)
-            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
-        return self.returncode
 
 
 @pytest.fixture(autouse=True)
@@ -158,17 +111,16 @@ def test_a_save_that_fails_in_the_writer_process(
     for number, (call, file) in enumerate(_PHASES[phase], start=1):
         saver.close()
         caplog.clear()
-        target = file or f".step-{number}"
+        arguments = [call, file or f".step-{number}", str(failure.code or 0)]
 
-        def faulty(_: Any, pass_fds: Any, **__: Any) -> _FaultyWriter:
-            return _FaultyWriter(
-                lambda: _fail_in(call, target, failure.code),  # noqa: B023 - called at once
-                pass_fds[0],
-            )
+        def faulty(command: list[str], arguments: list[str] = arguments, **options: Any) -> Any:
+            program = [sys.executable, faulty_writer.__file__, *arguments, command[-1]]
+            return subprocess.Popen(program, **options)
 
         path = tmp_path / f"step-{number}"
+        stand_in = SimpleNamespace(**vars(subprocess) | {"Popen": faulty})
         with monkeypatch.context() as patch:
-            patch.setattr(_helper.subprocess, "Popen", faulty)  # type: ignore[attr-defined]
+            patch.setattr(_helper, "subprocess", stand_in)
 
             def start(path: Path = path) -> SaveHandle:
                 return async_save(_state(1), path, keep=1)
@@ -196,7 +148,7 @@ def test_a_save_that_cannot_be_staged(
     for call, file in (("open", ".step-1"), ("pwrite", ".step-1"), ("mkdir", ".step-1")):
         with monkeypatch.context() as patch:
             patch.setattr(os, call, getattr(os, call))  # restored at the end
-            _fail_in(call, file, failure.code)
+            fail_in(call, file, failure.code)
             with pytest.raises(failure.error, match=failure.message):
                 async_save(_state(1), tmp_path / "step-1", keep=1)
         _check(latest(tmp_path), 0)
@@ -237,7 +189,7 @@ def test_what_retention_cannot_remove_is_no_failure_of_the_save(
     save(_state(0), tmp_path / "step-0")
     with monkeypatch.context() as patch:
         patch.setattr(os, "rename", os.rename)
-        _fail_in("rename", "step-0", errno.EACCES)
+        fail_in("rename", "step-0", errno.EACCES)
         with pytest.raises(StorageError, match=r"step-1 is committed, but .*Permission denied"):
             save(_state(1), tmp_path / "step-1", keep=1)
     _check(latest(tmp_path), 1)
