@@ -259,6 +259,12 @@ class TransformNode(torch.autograd.Function):
 
     generate_vmap_rule = False
 
+    @classmethod
+    def apply(cls, *args: Any) -> Any:
+        """Record in the grad mode outside of the transforms above, which turn it on."""
+        with torch.set_grad_enabled(_here.grad_modes[_torch.transform_depth()]):
+            return super().apply(*args)  # type: ignore[no-untyped-call]
+
     @staticmethod
     def forward(call: Call, x: Tensor, token: Tensor, chain: _chain.Chain) -> tuple[Tensor, Tensor]:
         return _forward_eagerly(call, x), torch.empty_like(_TOKEN)

@@ -86,6 +86,11 @@ def test_transforms_and_blocks_keep_the_order(comm: Communicator) -> None:
     started = Statement("started", "alone", ("", True), 10, [alone, collective("sum", "pairs")])
     gradient = Statement("transformed", "world", (("grad",), True), 0, [started])
     check_program(comm, Program(1021, "first", [gradient], torch.float64, (), True))
+    tangents = Statement("transformed", "world", (("jvp",), True), 0, [collective("sum")])
+    segment = Statement("reentrant", "world", ("", True), 0, [tangents, collective("sum")])
+    ignored = Statement("ring", "pairs", ("", False), 2)
+    body = [collective("sum"), ignored, segment]
+    check_program(comm, Program(10679, "first", body, torch.float64, (), False))
 
 
 @mpi_test((2, 3), on=THREADS)
