@@ -1,9 +1,6 @@
 // Ranks are threads: of one host, or two hosts of two ranks and one.
 #include "torchrelay/group.h"
 
-#include <arpa/inet.h>
-#include <netinet/in.h>
-#include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -13,6 +10,7 @@
 #include <thread>
 
 #include "check.h"
+#include "ports.h"
 
 using namespace torchrelay;
 
@@ -45,22 +43,14 @@ struct Ranks {
   void connect(const std::vector<std::vector<int>>& hosts) {
     transport::MessengerOptions options;
     options.hosts = hosts;
-    std::vector<Descriptor> listeners;
+    std::vector<testing::Port> listeners(groups.size());
     for (std::size_t rank = 0; rank < groups.size(); ++rank) {
       options.names.push_back(static_cast<int>(rank));
-      listeners.emplace_back(::socket(AF_INET, SOCK_STREAM, 0));
-      sockaddr_in at{};
-      at.sin_family = AF_INET;
-      at.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-      socklen_t length = sizeof at;
-      const int fd = listeners.back().get();
-      CHECK(bind(fd, reinterpret_cast<sockaddr*>(&at), length) == 0 && listen(fd, 16) == 0);
-      getsockname(fd, reinterpret_cast<sockaddr*>(&at), &length);
-      options.addresses.push_back({"127.0.0.1", ntohs(at.sin_port)});
+      options.addresses.push_back(listeners[rank].address);
     }
     for (std::size_t rank = 0; rank < groups.size(); ++rank) {
       options.rank = static_cast<int>(rank);
-      groups[rank]->connect(options, std::move(listeners[rank]),
+      groups[rank]->connect(options, std::move(listeners[rank].socket),
                             {options.rank, options.names, hosts, 1024, 4096, 64}, {});
     }
   }

@@ -1,10 +1,6 @@
 // Ranks are threads: those of a host over one segment, hosts over TCP.
 #include "torchrelay/transport/host_collectives.h"
 
-#include <arpa/inet.h>
-#include <netinet/in.h>
-#include <sys/socket.h>
-
 #include <condition_variable>
 #include <cstring>
 #include <deque>
@@ -13,6 +9,7 @@
 #include <thread>
 
 #include "check.h"
+#include "ports.h"
 
 using namespace torchrelay;
 using namespace torchrelay::transport;
@@ -43,22 +40,14 @@ const std::vector<std::vector<int>> kPlacements = {{2, 2}, {1, 1}, {2, 1, 3}, {1
 struct Group {
   explicit Group(const std::vector<int>& sizes) {
     MessengerOptions options;
-    std::vector<Descriptor> listeners;
+    std::vector<testing::Port> listeners;
     for (const int size : sizes) {
       options.hosts.emplace_back();
       for (int i = 0; i < size; ++i) {
         const int rank = static_cast<int>(options.names.size());
         options.hosts.back().push_back(rank);
         options.names.push_back(rank);
-        listeners.emplace_back(::socket(AF_INET, SOCK_STREAM, 0));
-        sockaddr_in at{};
-        at.sin_family = AF_INET;
-        at.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-        socklen_t length = sizeof at;
-        const int fd = listeners.back().get();
-        CHECK(bind(fd, reinterpret_cast<sockaddr*>(&at), length) == 0 && listen(fd, 16) == 0);
-        getsockname(fd, reinterpret_cast<sockaddr*>(&at), &length);
-        options.addresses.push_back({"127.0.0.1", ntohs(at.sin_port)});
+        options.addresses.push_back(listeners.emplace_back().address);
       }
     }
     hosts = options.hosts;
@@ -71,7 +60,7 @@ struct Group {
         options.rank = ranks[local];
         SharedGroup& here = *shared.back();
         messengers.push_back(std::make_unique<Messenger>(
-            options, std::move(listeners[static_cast<std::size_t>(options.rank)]),
+            options, std::move(listeners[static_cast<std::size_t>(options.rank)].socket),
             Messenger::ReceiveLocally(),
             [&here](const Error& error) { here.report(error.code(), error.what(), error.ranks()); }));
       }

@@ -12,29 +12,17 @@
 
 #include "check.h"
 #include "keys.h"
+#include "ports.h"
 
 using namespace torchrelay;
 using namespace torchrelay::transport;
 using torchrelay::testing::encryption;
+using torchrelay::testing::Port;
 
 namespace {
 
 constexpr std::chrono::seconds kLong{60};
 constexpr std::size_t kLarge = std::size_t{3} << 20;
-
-struct Port {
-  Port() : socket(::socket(AF_INET, SOCK_STREAM, 0)) {
-    sockaddr_in at{};
-    at.sin_family = AF_INET;
-    at.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-    socklen_t size = sizeof at;
-    CHECK(bind(socket.get(), reinterpret_cast<sockaddr*>(&at), size) == 0 && listen(socket.get(), 128) == 0);
-    getsockname(socket.get(), reinterpret_cast<sockaddr*>(&at), &size);
-    address = {"127.0.0.1", ntohs(at.sin_port)};
-  }
-  Descriptor socket;
-  Address address;
-};
 
 Descriptor connect_to(const Address& address) {
   Descriptor out(::socket(AF_INET, SOCK_STREAM, 0));

@@ -6,7 +6,7 @@ plane, a Work. A call that c10d marks as synchronous runs in the calling thread 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -218,16 +218,6 @@ class Collectives:
 
     def _gather(self, blocks: Tensors, row: torch.Tensor, timeout_s: float) -> None:
         self.plane.run([Collective(Kind.all_gather, [row], blocks)], timeout_s, True)
-
-    def row_gather(self, row: torch.Tensor, rows: torch.Tensor) -> Callable[[], None]:
-        """Return a function that copies every rank's plain ``row`` into ``rows``, blocking."""
-        blocks = list(rows.view(self.size, -1))
-
-        def gather() -> None:
-            self.count += 1
-            self._gather(blocks, row, self.timeout_s)
-
-        return gather
 
     def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> dist.Work:
         root = calls.root_of(opts, self.size, "gather")

@@ -13,7 +13,6 @@ import os
 import signal
 import subprocess
 import sys
-import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +23,7 @@ import torch
 
 import faulty_writer
 from faulty_writer import fail_in
+from s3 import s3_bucket
 from torchrelay import _helper, _telemetry
 from torchrelay.checkpoint import SaveHandle, async_save, latest, load, save, verify
 from torchrelay.checkpoint._background import saver
@@ -212,40 +212,24 @@ def test_a_writer_says_so_when_the_trainer_has_left_it(
 
 @pytest.fixture
 def slow_down(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """An S3 server that answers 503 for PUT and POST requests whose paths contain a given text."""
-    pytest.importorskip("s3fs", reason="needs s3fs")
-    fsspec = pytest.importorskip("fsspec")
-    moto_server = pytest.importorskip("moto.server", reason="needs moto, flask and flask-cors")
-    from moto.s3.responses import S3Response
+    """Texts: an S3 server answers 503 for PUT and POST requests whose paths contain one of them."""
+    with s3_bucket(monkeypatch):
+        from moto.s3.responses import S3Response
 
-    refused: list[str] = []
-    respond = S3Response.key_response
-    sentence = (
-        "<Error><Code>SlowDown</Code><Message>Please reduce your request rate</Message></Error>"
-    )
+        refused: list[str] = []
+        respond = S3Response.key_response
+        sentence = (
+            "<Error><Code>SlowDown</Code><Message>Please reduce your request rate</Message></Error>"
+        )
 
-    def responded(self: Any, request: Any, full_url: str, headers: dict[str, Any]) -> Any:
-        if request.method != "GET" and any(part in full_url for part in refused):
-            return 503, {}, sentence
-        return respond(self, request, full_url, headers)
+        def responded(self: Any, request: Any, full_url: str, headers: dict[str, Any]) -> Any:
+            if request.method != "GET" and any(part in full_url for part in refused):
+                return 503, {}, sentence
+            return respond(self, request, full_url, headers)
 
-    monkeypatch.setattr(S3Response, "key_response", responded)
-    server = moto_server.ThreadedMotoServer(ip_address="127.0.0.1", port=0)
-    server.start()
-    host, port = server.get_host_and_port()
-    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.setenv(name, "testing")
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
-    urllib.request.urlopen(f"http://{host}:{port}/moto-api/reset", data=b"").close()
-    fs = fsspec.filesystem("s3")
-    fs.mkdir("bucket")
-    yield refused
-    refused.clear()
-    saver.close()
-    fs.clear_instance_cache()
-    server.stop()
+        monkeypatch.setattr(S3Response, "key_response", responded)
+        yield refused
+        refused.clear()
 
 
 def test_a_store_that_is_overloaded(slow_down: list[str], caplog: pytest.LogCaptureFixture) -> None:

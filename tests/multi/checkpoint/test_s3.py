@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from s3 import s3_bucket
 from torchrelay.checkpoint import async_save, latest, load, save, verify
 from torchrelay.checkpoint._background import saver
 from torchrelay.checkpoint._catalog import open_transaction
@@ -25,31 +25,17 @@ if TYPE_CHECKING:
 
 fsspec = pytest.importorskip("fsspec")
 pytest.importorskip("s3fs", reason="needs s3fs")
-moto_server = pytest.importorskip("moto.server", reason="needs moto, flask and flask-cors")
+pytest.importorskip("moto.server", reason="needs moto, flask and flask-cors")
 
 _PART_BYTES = 5 << 20  # the smallest part of an upload that S3 accepts
 
 
 @pytest.fixture
 def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The URL of a bucket on a server of its own, which child processes find by the environment."""
-    server = moto_server.ThreadedMotoServer(ip_address="127.0.0.1", port=0)
-    server.start()
-    host, port = server.get_host_and_port()
-    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.setenv(name, "testing")
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    """The URL of a bucket on a server of its own, with uploads in small parts."""
     monkeypatch.setitem(fsspec.config.conf, "s3", {"default_block_size": _PART_BYTES})
-    # Its buckets outlive it, in this process.
-    urllib.request.urlopen(f"http://{host}:{port}/moto-api/reset", data=b"").close()
-    fs = fsspec.filesystem("s3")
-    fs.mkdir("bucket")
-    yield "s3://bucket"
-    saver.close()
-    fs.clear_instance_cache()
-    server.stop()
+    with s3_bucket(monkeypatch) as url:
+        yield url
 
 
 def _values(step: int) -> dict[str, Any]:
