@@ -420,11 +420,12 @@ def pass_over(comm: Comm, dest: Any, sendtag: Any, source: Any, recvtag: Any) ->
     """
     if comm.lease.is_freed or comm.job.broken is not None:
         return
-    nothing = torch.empty(0, device="cpu")
-    with contextlib.suppress(TorchRelayError):
-        abandon(Send(comm, *comm.check_peer("dest", dest, sendtag)).send(nothing))
-    with contextlib.suppress(TorchRelayError):
-        Receiving(comm, nothing, *comm.check_peer("source", source, recvtag, True))
+    with _torch.outside_transforms():
+        nothing = torch.empty(0, device="cpu")
+        with contextlib.suppress(TorchRelayError):
+            abandon(Send(comm, *comm.check_peer("dest", dest, sendtag)).send(nothing))
+        with contextlib.suppress(TorchRelayError):
+            Receiving(comm, nothing, *comm.check_peer("source", source, recvtag, True))
 
 
 def _in_step(
