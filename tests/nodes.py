@@ -15,18 +15,24 @@ from torchrelay.parameters._topology import Topology
 from torchrelay.parameters._worker import Worker
 
 __all__ = [
-    "FAULTY",
     "SETTINGS",
     "Server",
     "Topology",
     "Worker",
+    "faulty_network",
     "in_threads",
     "on_nodes",
     "pulled",
 ]
 
 SETTINGS = dataclasses.replace(config.load(config.Parameters), timeout_s=60.0)
-FAULTY: dict[str, Any] = {"max_delay_s": 0.002, "duplicate_probability": 0.2, "seed": 1}
+
+
+def faulty_network() -> _native.Network:
+    """Delays, reorders and duplicates messages."""
+    return _native.DelayedNetwork(
+        _native.MemoryNetwork(), max_delay_s=0.002, duplicate_probability=0.2, seed=1
+    )
 
 
 def in_threads(bodies: list[Callable[[], Any]]) -> list[Any]:

@@ -25,7 +25,6 @@ import pytest
 
 import namespaces
 from torchrelay import _native
-from torchrelay._native import SwitchHeader
 from torchrelay.aggregation.switch import DataPlane, SessionShape, UdpDataPlane, XdpDataPlane
 from torchrelay.errors import UnavailableError
 from waiting import eventually
@@ -37,6 +36,7 @@ __all__ = [
     "add_worker",
     "beyond_select",
     "checksum",
+    "header",
     "ip_packet",
     "packet",
     "udp_network",
@@ -232,20 +232,26 @@ NETWORKS: dict[str, Callable[[int], contextlib.AbstractContextManager[Network]]]
 }
 
 
-def packet(
-    values: list[int] | int,
-    *,
+def header(
+    job: int = 0,
+    tsi: int = 0,
     slot: int = 0,
     set: int = 0,
-    tsi: int = 0,
-    job: int = 0,
     exponent: int = 0,
     numel: int = 64,
+    second_exponent: int = 0,
 ) -> bytes:
+    """The header of a data packet, as SwitchML's P4 program lays it out."""
+    type_and_size = 1 << 4 | {64: 1, 256: 3}[numel]
+    return struct.pack(
+        ">BBIHbb", type_and_size, job, tsi, set << 15 | slot, exponent, second_exponent
+    )
+
+
+def packet(values: list[int] | int, *, numel: int = 64, **fields: int) -> bytes:
     """A data packet; one value stands for all."""
     all_values = [values] * numel if isinstance(values, int) else values
-    header = SwitchHeader(job, tsi, slot, set, exponent, numel)
-    return header.serialize() + b"".join(
+    return header(numel=numel, **fields) + b"".join(
         (value % (1 << 32)).to_bytes(4, "big") for value in all_values
     )
 

@@ -157,14 +157,8 @@ void register_endpoint(nb::module_& module) {
           },
           "label"_a, Released());
 
-  nb::class_<MemoryNetwork, Network>(module, "MemoryNetwork",
-                                     "Endpoints of one process; delays, reorders and duplicates on demand.")
-      .def(
-          "__init__",
-          [](MemoryNetwork* self, double max_delay_s, double duplicate_probability, std::uint64_t seed) {
-            new (self) MemoryNetwork({from_seconds<microseconds>(max_delay_s), duplicate_probability, seed});
-          },
-          "max_delay_s"_a = 0.0, "duplicate_probability"_a = 0.0, "seed"_a = 0)
+  nb::class_<MemoryNetwork, Network>(module, "MemoryNetwork", "Endpoints of one process.")
+      .def(nb::init<>())
       .def("cut", &MemoryNetwork::cut, "label"_a, Released());
 
   nb::class_<DelayedNetwork, Network>(module, "DelayedNetwork",

@@ -1,6 +1,5 @@
-// The aggregation switch: the UDP switch, the worker, and the protocol's parts for tests.
+// The aggregation switch: the UDP switch and the worker.
 #include <nanobind/nanobind.h>
-#include <nanobind/operators.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/unique_ptr.h>
@@ -9,7 +8,6 @@
 #include "convert.h"
 #include "register.h"
 #include "torchrelay/error.h"
-#include "torchrelay/switch/quantizer.h"
 #include "torchrelay/switch/udp_switch.h"
 #include "torchrelay/switch/worker.h"
 
@@ -35,169 +33,26 @@ Bytes bytes_of(const nb::bytes& data) {
 
 nb::bytes to_python(Bytes data) { return nb::bytes(data.data(), data.size()); }
 
-void register_wire(nb::module_& module) {
-  nb::class_<Header>(module, "SwitchHeader", "The header of a packet of SwitchML's UDP protocol.")
-      .def(
-          "__init__",
-          [](Header* self, std::uint8_t job, std::uint32_t tsi, std::uint16_t slot, std::uint8_t set,
-             std::int8_t exponent, std::uint16_t numel, std::int8_t second_exponent) {
-            if (slot >= kMaxSlots || set > 1 || !is_packet_numel(numel))
-              throw Error(Code::kArgument,
-                          "switch: a header needs a slot below 8192, set 0 or 1, 64 or 256 values");
-            new (self) Header{job, tsi, slot, set, exponent, numel, second_exponent};
-          },
-          "job"_a, "tsi"_a, "slot"_a, "set"_a, "exponent"_a, "numel"_a, "second_exponent"_a = 0)
-      .def_ro("job", &Header::job)
-      .def_ro("tsi", &Header::tsi)
-      .def_ro("slot", &Header::slot)
-      .def_ro("set", &Header::set)
-      .def_ro("exponent", &Header::exponent)
-      .def_ro("numel", &Header::numel)
-      .def_ro("second_exponent", &Header::second_exponent)
-      .def(
-          "__eq__",
-          [](const Header& a, const Header& b) {
-            return a.job == b.job && a.tsi == b.tsi && a.slot == b.slot && a.set == b.set &&
-                   a.exponent == b.exponent && a.numel == b.numel && a.second_exponent == b.second_exponent;
-          },
-          nb::is_operator(), nb::sig("def __eq__(self, other: object, /) -> bool"))
-      .def("serialize",
-           [](const Header& header) {
-             std::byte out[kHeaderBytes];
-             serialize(header, out);
-             return to_python(out);
-           })
-      .def_static(
-          "parse", [](const nb::bytes& datagram) { return parse(bytes_of(datagram)); }, "datagram"_a,
-          "The header, or None if the datagram is not exactly one data packet.");
+void register_protocol(nb::module_& module) {
   module.attr("SWITCH_UDP_PORT") = static_cast<int>(kUdpPort);
   module.attr("SWITCH_NUM_UDP_PORTS") = static_cast<int>(kNumUdpPorts);
+  module.attr("SWITCH_MAX_NUMEL") = static_cast<int>(kMaxNumel);
+  module.attr("SWITCH_CONTROL_TYPE") = static_cast<int>(kControlType);
+  module.attr("SWITCH_XDP_MAX_WORKERS") = static_cast<int>(kXdpMaxWorkers);
+  module.attr("SWITCH_XDP_MAX_PORTS") = static_cast<int>(kXdpMaxPorts);
+#define TORCHRELAY_SWITCH_KIND(enumerator, name, kind) .value(#name, enumerator)
+  nb::enum_<ControlKind>(module, "SwitchControlKind", nb::is_arithmetic(), "Kinds of control messages.")
+      TORCHRELAY_SWITCH_CONTROL_KINDS(TORCHRELAY_SWITCH_KIND);
 }
 
-void register_table(nb::module_& module) {
-  nb::enum_<Verdict>(module, "SwitchVerdict", "What a switch does with a packet.")
-      .value("CONSUMED", Verdict::kConsumed)
-      .value("MULTICAST", Verdict::kMulticast)
-      .value("FORWARD", Verdict::kForward)
-      .value("UNICAST", Verdict::kUnicast)
-      .value("DUPLICATE", Verdict::kDuplicate)
-      .value("STALE", Verdict::kStale)
-      .value("REJECTED", Verdict::kRejected);
+void register_sessions(nb::module_& module) {
   nb::class_<TableShape>(module, "SwitchTableShape", "What a session's slots are made for.")
-      .def(
-          "__init__",
-          [](TableShape* self, std::uint32_t num_workers, std::uint16_t num_slots, std::uint16_t numel,
-             bool sequenced,
-             bool is_leaf) { new (self) TableShape{num_workers, num_slots, numel, sequenced, is_leaf}; },
-          "num_workers"_a, "num_slots"_a, "numel"_a, "sequenced"_a, "is_leaf"_a = false)
+      .def(nb::init<std::uint32_t, std::uint16_t, std::uint16_t, bool>(), "num_workers"_a, "num_slots"_a,
+           "numel"_a, "sequenced"_a)
       .def_ro("num_workers", &TableShape::num_workers)
       .def_ro("num_slots", &TableShape::num_slots)
       .def_ro("numel", &TableShape::numel)
       .def_ro("sequenced", &TableShape::sequenced);
-  nb::class_<SlotTable>(module, "SwitchSlotTable", "A session's slots without a network, for tests.")
-      .def(nb::init<const TableShape&>(), "shape"_a)
-      .def(
-          "apply",
-          [](SlotTable& table, const nb::bytes& datagram, std::uint32_t rank) {
-            const auto header = parse(bytes_of(datagram));
-            if (!header || rank >= table.shape().num_workers) return Verdict::kRejected;
-            return table.apply(*header, bytes_of(datagram).data() + kHeaderBytes, rank, 0);
-          },
-          "datagram"_a, "rank"_a)
-      .def(
-          "accept",
-          [](SlotTable& table, const nb::bytes& datagram) {
-            const auto header = parse(bytes_of(datagram));
-            return header && table.accept(*header, bytes_of(datagram).data() + kHeaderBytes);
-          },
-          "datagram"_a, "Take a result of the switch above; whether every worker gets it now.")
-      .def(
-          "result",
-          [](const SlotTable& table, const nb::bytes& datagram) {
-            const auto header = parse(bytes_of(datagram));
-            if (!header || header->slot >= table.shape().num_slots || header->numel != table.shape().numel)
-              throw Error(Code::kArgument, "switch: the datagram is not a packet of this table");
-            std::vector<std::byte> out(packet_bytes(header->numel));
-            table.result(*header, out.data());
-            return to_python(out);
-          },
-          "datagram"_a, "The packet that answers one whose verdict was MULTICAST or UNICAST.")
-      .def("missing", &SlotTable::missing, "The workers that packets in progress wait for.");
-}
-
-// A stream with its queue, for tests that are its network and its clock.
-class PythonStream {
- public:
-  explicit PythonStream(const StreamShape& shape) : stream_(shape), queue_(packet_bytes(shape.numel)) {}
-
-  std::vector<nb::bytes> begin(Address values, std::size_t count, Dtype dtype, std::uint8_t job,
-                               double now_s) {
-    if (dtype == Dtype::kFloat32) {
-      stream_.begin(pointer<float>(values), count, job, queue_, microseconds(now_s));
-    } else if (dtype == Dtype::kInt32) {
-      stream_.begin(pointer<std::int32_t>(values), count, job, queue_, microseconds(now_s));
-    } else {
-      throw Error(Code::kArgument, "switch: a stream sums int32 and float32");
-    }
-    return take();
-  }
-
-  std::vector<nb::bytes> receive(const nb::bytes& datagram, double now_s) {
-    stream_.receive(bytes_of(datagram), queue_, microseconds(now_s));
-    return take();
-  }
-
-  std::vector<nb::bytes> tick(double now_s) {
-    stream_.tick(queue_, microseconds(now_s));
-    return take();
-  }
-
-  double next_deadline() const { return static_cast<double>(stream_.next_deadline().count()) / 1e6; }
-  const Stream& stream() const { return stream_; }
-
- private:
-  std::vector<nb::bytes> take() {
-    std::vector<nb::bytes> packets;
-    for (std::size_t i = 0; i < queue_.size(); ++i)
-      packets.push_back(to_python(queue_.bytes().subspan(i * queue_.packet_bytes(), queue_.packet_bytes())));
-    queue_.clear();
-    return packets;
-  }
-
-  Stream stream_;
-  PacketQueue queue_;
-};
-
-void register_stream(nb::module_& module) {
-  nb::class_<StreamStats>(module, "SwitchStreamStats", "Packets of a worker.")
-      .def_ro("sent", &StreamStats::sent, "Retransmissions included.")
-      .def_ro("results", &StreamStats::results)
-      .def_ro("retransmissions", &StreamStats::retransmissions)
-      .def_ro("discarded", &StreamStats::discarded, "Answers to no packet in flight.");
-  nb::class_<RetryPolicy>(module, "SwitchRetryPolicy", "When packets are sent again.")
-      .def(
-          "__init__",
-          [](RetryPolicy* self, double timeout_s, std::uint32_t threshold, std::uint32_t increment) {
-            new (self) RetryPolicy{microseconds(timeout_s), threshold, increment};
-          },
-          "timeout_s"_a = 0.01, "threshold"_a = 100, "increment"_a = 100);
-  nb::class_<PythonStream>(module, "SwitchStream", "A worker thread's part without a network, for tests.")
-      .def(
-          "__init__",
-          [](PythonStream* self, std::uint16_t first_slot, std::uint16_t window, std::uint16_t numel,
-             std::uint32_t num_workers, const RetryPolicy& retry) {
-            new (self) PythonStream({first_slot, window, numel, num_workers, retry});
-          },
-          "first_slot"_a, "window"_a, "numel"_a, "num_workers"_a, "retry"_a)
-      .def("begin", &PythonStream::begin, "values"_a, "count"_a, "dtype"_a, "job"_a, "now_s"_a)
-      .def("receive", &PythonStream::receive, "datagram"_a, "now_s"_a)
-      .def("tick", &PythonStream::tick, "now_s"_a)
-      .def_prop_ro("done", [](const PythonStream& self) { return self.stream().done(); })
-      .def_prop_ro("next_deadline_s", &PythonStream::next_deadline)
-      .def_prop_ro("exact_chunks", [](const PythonStream& self) { return self.stream().exact_chunks(); })
-      .def_prop_ro("stats", [](const PythonStream& self) { return self.stream().stats(); });
-  module.def("switch_scale", &quantization_scale, "exponent"_a, "num_workers"_a,
-             "What float32 values are multiplied with before they are rounded to int32.");
 }
 
 // The first `count` stats, by name.
@@ -281,6 +136,17 @@ void register_udp_switch(nb::module_& module) {
 }
 
 void register_worker(nb::module_& module) {
+  nb::class_<StreamStats>(module, "SwitchStreamStats", "Packets of a worker.")
+      .def_ro("sent", &StreamStats::sent, "Retransmissions included.")
+      .def_ro("results", &StreamStats::results)
+      .def_ro("retransmissions", &StreamStats::retransmissions);
+  nb::class_<RetryPolicy>(module, "SwitchRetryPolicy", "When packets are sent again.")
+      .def(
+          "__init__",
+          [](RetryPolicy* self, double timeout_s, std::uint32_t threshold, std::uint32_t increment) {
+            new (self) RetryPolicy{microseconds(timeout_s), threshold, increment};
+          },
+          "timeout_s"_a = 0.01, "threshold"_a = 100, "increment"_a = 100);
   nb::class_<WorkerStats>(module, "SwitchWorkerStats", "What a worker has done.")
       .def_ro("jobs", &WorkerStats::jobs)
       .def_ro("payload_bytes", &WorkerStats::payload_bytes)
@@ -309,9 +175,8 @@ void register_worker(nb::module_& module) {
 }  // namespace
 
 void register_switch(nb::module_& module) {
-  register_wire(module);
-  register_table(module);
-  register_stream(module);
+  register_protocol(module);
+  register_sessions(module);
   register_counts(module);
   register_udp_switch(module);
   register_worker(module);

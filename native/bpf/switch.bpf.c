@@ -15,16 +15,10 @@
 #include <bpf/bpf_endian.h>
 #include <bpf/bpf_helpers.h>
 
+#include "../include/torchrelay/switch/protocol.h"
 #include "../include/torchrelay/switch/stats.h"
 // clang-format on
 
-#define MAX_NUMEL 256
-#define MAX_WORKERS 64
-#define MAX_PORTS 64
-#define HEADER_BYTES 10
-#define DATA_TYPE 1
-#define CONTROL_TYPE 2
-enum kind { JOIN = 1, LEAVE = 6, ASK_MISSING = 7, ALIVE = 10 };  // of control messages to a switch
 #define MAX_CALLS 256  // of one address in a second: messages, and data packets of no member
 #define SECOND_NS 1000000000ULL
 #define RESULT_MARK 0xA6  // the first byte of a result's destination MAC between the two programs
@@ -32,10 +26,7 @@ enum kind { JOIN = 1, LEAVE = 6, ASK_MISSING = 7, ALIVE = 10 };  // of control m
 enum verdict { CONSUMED, MULTICAST, UNICAST, DUPLICATE, STALE, REJECTED };
 
 // What this program counts beyond SwitchStat.
-enum {
-  kCoalesced = kNumSwitchStats,
-  kNumStats
-};
+enum { kCoalescedPackets = kNumSwitchStats, kNumStats };
 
 struct header {
   __u8 type_and_size;
@@ -57,17 +48,17 @@ struct member {
 };
 
 struct session {
-  __u64 heard_ns[MAX_WORKERS];  // the last packet or sign of life
+  __u64 heard_ns[kXdpMaxWorkers];  // the last packet or sign of life
   __u64 stats[kNumSessionStats];
-  __u64 worker_received[MAX_WORKERS];
-  __u64 worker_again[MAX_WORKERS];
+  __u64 worker_received[kXdpMaxWorkers];
+  __u64 worker_again[kXdpMaxWorkers];
   __u32 num_workers;
   __u32 num_slots;
   __u32 first_slot;  // into `slots`
   __u32 numel;
   __u32 sequenced;
-  __be32 switch_ips[MAX_WORKERS];  // by which each worker addresses this host
-  __be16 switch_ports[MAX_WORKERS];
+  __be32 switch_ips[kXdpMaxWorkers];  // by which each worker addresses this host
+  __be16 switch_ports[kXdpMaxWorkers];
   __u32 pad;
 };
 
@@ -92,8 +83,8 @@ struct slot {
   __s32 exponents[2][2];
   __u32 pad;
   __u64 bitmap[2];
-  __be16 ports[2][MAX_WORKERS];
-  __s32 values[2][MAX_NUMEL];
+  __be16 ports[2][kXdpMaxWorkers];
+  __s32 values[2][kMaxNumel];
 };
 
 struct {
@@ -145,7 +136,7 @@ struct {
   __uint(type, BPF_MAP_TYPE_DEVMAP);
   __type(key, __u32);
   __type(value, struct bpf_devmap_val);
-  __uint(max_entries, MAX_PORTS);
+  __uint(max_entries, kXdpMaxPorts);
 } ports SEC(".maps");
 
 struct {
@@ -156,7 +147,7 @@ struct {
 } stats SEC(".maps");
 
 // What the control plane sets before the program is loaded.
-const volatile __u16 udp_port = 0xBEE0;
+const volatile __u16 udp_port = kUdpPort;
 const volatile __u16 udp_port_mask = 0xFFF0;  // at 0xBEE0 the low four bits are free, as in SwitchML
 
 static __always_inline void count(__u32 what) {
@@ -313,17 +304,17 @@ int torchrelay_switch(struct xdp_md* context) {
   }
 
   const __u32 bytes = bpf_ntohs(udp->len) - sizeof *udp;
-  if ((void*)(header + 1) > end || bytes < HEADER_BYTES) {
+  if ((void*)(header + 1) > end || bytes < kHeaderBytes) {
     count(kMalformed);
     return XDP_DROP;
   }
-  if (header->type_and_size >> 4 == CONTROL_TYPE) {
-    const enum kind kind = header->job;  // a control message's second byte
-    if (kind == JOIN || kind == LEAVE || kind == ASK_MISSING) {
+  if (header->type_and_size >> 4 == kControlType) {
+    const __u8 kind = header->job;  // a control message's second byte
+    if (kind == kJoin || kind == kLeave || kind == kAskMissing) {
       count(kControl);
       return call(ip->saddr, 1);
     }
-    if (kind != ALIVE) {
+    if (kind != kAlive) {
       count(kMalformed);
       return XDP_DROP;
     }
@@ -332,21 +323,21 @@ int torchrelay_switch(struct xdp_md* context) {
     if (member) find_session(member);
     return XDP_DROP;
   }
-  if (header->type_and_size >> 4 != DATA_TYPE) {
+  if (header->type_and_size >> 4 != kDataType) {
     count(kMalformed);
     return XDP_DROP;
   }
   const __u32 code = header->type_and_size & 7;
-  const __u32 numel = code == 3 ? 256 : 64;
-  const __u32 expected = HEADER_BYTES + 4 * numel;
-  if (code != 1 && code != 3) {
+  const __u32 numel = code == kLargeCode ? 256 : 64;
+  const __u32 expected = kHeaderBytes + 4 * numel;
+  if (code != kSmallCode && code != kLargeCode) {
     count(kMalformed);
     return XDP_DROP;
   }
   if (bytes != expected) {
     // A run of packets that the sender's segmentation or this host's receive offload has left in one piece.
     if (bytes > expected && bytes % expected == 0) {
-      count(kCoalesced);
+      count(kCoalescedPackets);
       return call(ip->saddr, 0);
     }
     count(kMalformed);
@@ -378,7 +369,7 @@ int torchrelay_switch(struct xdp_md* context) {
   count_for(session, kReceived);
   __sync_fetch_and_add(&session->worker_received[member->rank & 63], 1);
 
-  const __u32 slot_index = bpf_ntohs(header->index) & 0x3FFF;
+  const __u32 slot_index = bpf_ntohs(header->index) & kSlotBits;
   __u32 at = session->first_slot + slot_index;
   struct slot* slot = bpf_map_lookup_elem(&slots, &at);
   if (slot_index >= session->num_slots || numel != session->numel || !slot) {
@@ -439,7 +430,7 @@ int torchrelay_port(struct xdp_md* context) {
   struct session* session = bpf_map_lookup_elem(&sessions, &key.session);
   if (!worker || !session) return XDP_DROP;
   const __u32 index = bpf_ntohs(header->index);
-  __u32 at = session->first_slot + (index & 0x3FFF);
+  __u32 at = session->first_slot + (index & kSlotBits);
   const struct slot* slot = bpf_map_lookup_elem(&slots, &at);
   if (!slot) return XDP_DROP;
   __builtin_memcpy(eth->h_dest, worker->mac, ETH_ALEN);

@@ -1,6 +1,7 @@
 #include "torchrelay/delayed_network.h"
 
 #include <algorithm>
+#include <cmath>
 #include <queue>
 #include <random>
 #include <utility>
@@ -14,9 +15,12 @@ using std::chrono::microseconds;
 
 struct Delivery {
   Clock::time_point due;
+  std::uint64_t number;
   Message message;
 
-  bool operator>(const Delivery& other) const { return due > other.due; }
+  bool operator>(const Delivery& other) const {
+    return std::pair(due, number) > std::pair(other.due, other.number);
+  }
 };
 
 class DelayedEndpoint final : public Endpoint {
@@ -49,12 +53,18 @@ class DelayedEndpoint final : public Endpoint {
  private:
   void hold(Message message) {
     const int copies = std::bernoulli_distribution(faults_.duplicate_probability)(random_) ? 2 : 1;
-    for (int copy = 0; copy < copies; ++copy) held_.push({Clock::now() + faults_.delay(random_), message});
+    for (int copy = 0; copy < copies; ++copy) {
+      const double part = std::pow(std::uniform_real_distribution<double>(0, 1)(random_), 16);
+      const auto longer =
+          std::chrono::duration_cast<microseconds>(part * (faults_.max_delay - faults_.min_delay));
+      held_.push({Clock::now() + faults_.min_delay + longer, next_number_++, message});
+    }
   }
 
   std::unique_ptr<Endpoint> endpoint_;
   FaultInjection faults_;
   std::mt19937_64 random_;
+  std::uint64_t next_number_ = 0;
   std::priority_queue<Delivery, std::vector<Delivery>, std::greater<>> held_;
 };
 

@@ -9,6 +9,7 @@
 #include <thread>
 
 #include "check.h"
+#include "torchrelay/delayed_network.h"
 #include "torchrelay/memory_network.h"
 #include "torchrelay/parameters/node_service.h"
 
@@ -29,7 +30,8 @@ struct Cluster {
 
   Cluster(std::uint32_t nodes, const StoreSpec& spec, const FaultInjection& faults,
           const ChannelOptions& options)
-      : Cluster(std::make_shared<MemoryNetwork>(faults), nodes, spec, options) {}
+      : Cluster(std::make_shared<DelayedNetwork>(std::make_shared<MemoryNetwork>(), faults), nodes, spec,
+                options) {}
 
   Cluster(std::shared_ptr<Network> over, std::uint32_t nodes, StoreSpec spec, const ChannelOptions& options)
       : network(std::move(over)) {
@@ -612,7 +614,7 @@ namespace {
 
 // Key 0 of node 0, which has optimizer state, so that nodes 1 and 2 borrow it for single uses.
 struct Loans : Moves {
-  explicit Loans(std::shared_ptr<Network> network = std::make_shared<MemoryNetwork>(FaultInjection{}),
+  explicit Loans(std::shared_ptr<Network> network = std::make_shared<MemoryNetwork>(),
                  double max_rounds_per_s = 1000)
       : Moves(std::move(network), with_state(dense(3, 1)), options(max_rounds_per_s)) {}
   ~Loans() {
@@ -775,7 +777,7 @@ TEST(the_loss_of_a_lender_is_reported_before_a_push_to_its_loan) {
 
 // One worker's intent ends in the round in which another one's begins.
 TEST(a_loan_is_lent_anew_for_another_worker) {
-  Loans loans(std::make_shared<MemoryNetwork>(FaultInjection{}), 50);
+  Loans loans(std::make_shared<MemoryNetwork>(), 50);
   const std::int64_t key = 0;
   std::vector<std::unique_ptr<Worker>> both;
   for (std::uint32_t number = 1; number <= 2; ++number) both.push_back(loans.cluster.worker(1, number));

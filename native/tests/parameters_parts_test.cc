@@ -7,6 +7,7 @@
 #include <thread>
 
 #include "check.h"
+#include "torchrelay/delayed_network.h"
 #include "torchrelay/memory_network.h"
 #include "torchrelay/parameters/node_service.h"
 #include "torchrelay/tcp_network.h"
@@ -140,7 +141,7 @@ TEST(no_mark_is_lost_between_threads) {
 }
 
 TEST(a_reliable_endpoint_restores_the_order_of_messages) {
-  MemoryNetwork network({microseconds(3000), 0.3, 5});
+  DelayedNetwork network(std::make_shared<MemoryNetwork>(), {microseconds(3000), 0.3, 5});
   ReliableEndpoint sender(network.open("a"), worker_endpoint(0, 1), 1),
       receiver(network.open("b"), channel_endpoint(0, 0), 1);
   sender.connect(receiver.id(), receiver.address());

@@ -61,9 +61,9 @@ class Network:
     def open(self, label: str) -> Endpoint: ...
 
 class MemoryNetwork(Network):
-    """Endpoints of one process; delays, reorders and duplicates on demand."""
+    """Endpoints of one process."""
 
-    def __init__(self, max_delay_s: float = 0.0, duplicate_probability: float = 0.0, seed: int = 0) -> None: ...
+    def __init__(self) -> None: ...
 
     def cut(self, label: str) -> None: ...
 
@@ -587,65 +587,45 @@ class ParameterWorker:
 
     def finalize(self) -> None: ...
 
-class SwitchHeader:
-    """The header of a packet of SwitchML's UDP protocol."""
-
-    def __init__(self, job: int, tsi: int, slot: int, set: int, exponent: int, numel: int, second_exponent: int = 0) -> None: ...
-
-    @property
-    def job(self) -> int: ...
-
-    @property
-    def tsi(self) -> int: ...
-
-    @property
-    def slot(self) -> int: ...
-
-    @property
-    def set(self) -> int: ...
-
-    @property
-    def exponent(self) -> int: ...
-
-    @property
-    def numel(self) -> int: ...
-
-    @property
-    def second_exponent(self) -> int: ...
-
-    def __eq__(self, other: object, /) -> bool: ...
-
-    def serialize(self) -> bytes: ...
-
-    @staticmethod
-    def parse(datagram: bytes) -> SwitchHeader | None:
-        """The header, or None if the datagram is not exactly one data packet."""
-
 SWITCH_UDP_PORT: int = 48864
 
 SWITCH_NUM_UDP_PORTS: int = 16
 
-class SwitchVerdict(enum.Enum):
-    """What a switch does with a packet."""
+SWITCH_MAX_NUMEL: int = 256
 
-    CONSUMED = 0
+SWITCH_CONTROL_TYPE: int = 2
 
-    MULTICAST = 1
+SWITCH_XDP_MAX_WORKERS: int = 64
 
-    FORWARD = 2
+SWITCH_XDP_MAX_PORTS: int = 64
 
-    UNICAST = 3
+class SwitchControlKind(enum.IntEnum):
+    """Kinds of control messages."""
 
-    DUPLICATE = 4
+    JOIN = 1
 
-    STALE = 5
+    JOINED = 2
 
-    REJECTED = 6
+    REFUSED = 3
+
+    UNKNOWN_SESSION = 4
+
+    COALESCED = 5
+
+    LEAVE = 6
+
+    ASK_MISSING = 7
+
+    MISSING = 8
+
+    BUSY = 9
+
+    ALIVE = 10
 
 class SwitchTableShape:
     """What a session's slots are made for."""
 
-    def __init__(self, num_workers: int, num_slots: int, numel: int, sequenced: bool, is_leaf: bool = False) -> None: ...
+    def __init__(self, num_workers: int, num_slots: int, numel: int, sequenced: bool) -> None: ...
 
     @property
     def num_workers(self) -> int: ...
@@ -658,72 +638,6 @@ class SwitchTableShape:
 
     @property
     def sequenced(self) -> bool: ...
-
-class SwitchSlotTable:
-    """A session's slots without a network, for tests."""
-
-    def __init__(self, shape: SwitchTableShape) -> None: ...
-
-    def apply(self, datagram: bytes, rank: int) -> SwitchVerdict: ...
-
-    def accept(self, datagram: bytes) -> bool:
-        """Take a result of the switch above; whether every worker gets it now."""
-
-    def result(self, datagram: bytes) -> bytes:
-        """The packet that answers one whose verdict was MULTICAST or UNICAST."""
-
-    def missing(self) -> list[int]:
-        """The workers that packets in progress wait for."""
-
-class SwitchStreamStats:
-    """Packets of a worker."""
-
-    @property
-    def sent(self) -> int:
-        """Retransmissions included."""
-
-    @property
-    def results(self) -> int: ...
-
-    @property
-    def retransmissions(self) -> int: ...
-
-    @property
-    def discarded(self) -> int:
-        """Answers to no packet in flight."""
-
-class SwitchRetryPolicy:
-    """When packets are sent again."""
-
-    def __init__(self, timeout_s: float = 0.01, threshold: int = 100, increment: int = 100) -> None: ...
-
-class SwitchStream:
-    """A worker thread's part without a network, for tests."""
-
-    def __init__(self, first_slot: int, window: int, numel: int, num_workers: int, retry: SwitchRetryPolicy) -> None: ...
-
-    def begin(self, values: int, count: int, dtype: Dtype, job: int, now_s: float) -> list[bytes]: ...
-
-    def receive(self, datagram: bytes, now_s: float) -> list[bytes]: ...
-
-    def tick(self, now_s: float) -> list[bytes]: ...
-
-    @property
-    def done(self) -> bool: ...
-
-    @property
-    def next_deadline_s(self) -> float: ...
-
-    @property
-    def exact_chunks(self) -> list[int]: ...
-
-    @property
-    def stats(self) -> SwitchStreamStats: ...
-
-def switch_scale(exponent: int, num_workers: int) -> float:
-    """
-    What float32 values are multiplied with before they are rounded to int32.
-    """
 
 def switch_stats() -> dict[str, str]:
     """
@@ -790,6 +704,24 @@ class UdpSwitch:
     def missing(self, id: int) -> list[int]: ...
 
     def stop(self) -> None: ...
+
+class SwitchStreamStats:
+    """Packets of a worker."""
+
+    @property
+    def sent(self) -> int:
+        """Retransmissions included."""
+
+    @property
+    def results(self) -> int: ...
+
+    @property
+    def retransmissions(self) -> int: ...
+
+class SwitchRetryPolicy:
+    """When packets are sent again."""
+
+    def __init__(self, timeout_s: float = 0.01, threshold: int = 100, increment: int = 100) -> None: ...
 
 class SwitchWorkerStats:
     """What a worker has done."""

@@ -5,12 +5,22 @@
 #pragma once
 
 #include <atomic>
+#include <cstdint>
 #include <memory>
 #include <string>
 
-#include "torchrelay/memory_network.h"
+#include "torchrelay/endpoint.h"
 
 namespace torchrelay {
+
+struct FaultInjection {
+  // The longest delay. Most are close to zero, so that a delayed message is overtaken by others that make
+  // several hops.
+  std::chrono::microseconds max_delay{0};
+  double duplicate_probability = 0;
+  std::uint64_t seed = 0;
+  std::chrono::microseconds min_delay{0};
+};
 
 class DelayedNetwork : public Network {
  public:

@@ -220,8 +220,8 @@ struct UdpSwitch::State {
     bool is_lost = false;
     const bool any = uplink.gate.inbox.receive([&](Bytes datagram, const Endpoint&) {
       const auto notice = parse_notice(datagram);
-      is_lost = is_lost || notice == Notice::kUnknownSession;
-      if (notice == Notice::kCoalesced) uplink.gate.outbox.set_segmentation(false);
+      is_lost = is_lost || notice == kUnknownSession;
+      if (notice == kCoalesced) uplink.gate.outbox.set_segmentation(false);
       const auto header = parse(datagram);
       if (!header || !session.table.accept(*header, datagram.data() + kHeaderBytes)) return;
       ++session.counts[kCompleted];
@@ -247,7 +247,7 @@ struct UdpSwitch::State {
   void take(Bytes datagram, const Endpoint& from, Gate& gate) {
     if (const auto request = parse_request(datagram)) {
       ++stats[kControl];
-      if (*request == Request::kAlive) {
+      if (*request == kAlive) {
         if (const Member* member = find(from)) member->session->heard[member->rank] = Clock::now();
         return;
       }

@@ -3,10 +3,6 @@
 namespace torchrelay::switchml {
 namespace {
 
-constexpr std::uint8_t kSmall = 1;  // size codes of the header
-constexpr std::uint8_t kLarge = 3;
-constexpr std::uint16_t kSetBit = 1 << 15;
-constexpr std::uint16_t kSlotBits = 0x3FFF;
 constexpr std::uint8_t kControlVersion = 1;
 
 std::uint32_t byte(Bytes data, std::size_t at) noexcept { return std::to_integer<std::uint32_t>(data[at]); }
@@ -19,8 +15,12 @@ std::uint32_t read32(Bytes data, std::size_t at) noexcept {
   return static_cast<std::uint32_t>(read16(data, at)) << 16 | read16(data, at + 2);
 }
 
-bool is_control(Bytes datagram) noexcept {
-  return datagram.size() >= kHeaderBytes && byte(datagram, 0) >> 4 == kControlType;
+// The kind of a control message, if it is one of `kinds`.
+std::optional<ControlKind> parse_control(Bytes datagram, std::initializer_list<ControlKind> kinds) noexcept {
+  if (datagram.size() < kHeaderBytes || byte(datagram, 0) >> 4 != kControlType) return {};
+  for (const ControlKind kind : kinds)
+    if (byte(datagram, 1) == kind) return kind;
+  return {};
 }
 
 }  // namespace
@@ -28,9 +28,9 @@ bool is_control(Bytes datagram) noexcept {
 std::optional<Header> parse(Bytes datagram) noexcept {
   if (datagram.size() < kHeaderBytes || byte(datagram, 0) >> 4 != kDataType) return {};
   const std::uint32_t code = byte(datagram, 0) & 7;
-  if (code != kSmall && code != kLarge) return {};
+  if (code != kSmallCode && code != kLargeCode) return {};
   Header header;
-  header.numel = code == kSmall ? 64 : 256;
+  header.numel = code == kSmallCode ? 64 : 256;
   if (datagram.size() != packet_bytes(header.numel)) return {};
   header.job = static_cast<std::uint8_t>(byte(datagram, 1));
   header.tsi = read32(datagram, 2);
@@ -43,7 +43,7 @@ std::optional<Header> parse(Bytes datagram) noexcept {
 }
 
 void serialize(const Header& header, std::byte* out) noexcept {
-  const std::uint8_t code = header.numel == 64 ? kSmall : kLarge;
+  const int code = header.numel == 64 ? kSmallCode : kLargeCode;
   const auto index = static_cast<std::uint16_t>(header.slot | (header.set != 0 ? kSetBit : 0));
   out[0] = static_cast<std::byte>(kDataType << 4 | code);
   out[1] = static_cast<std::byte>(header.job);
@@ -57,28 +57,16 @@ void serialize(const Header& header, std::byte* out) noexcept {
 void write_alive(std::byte* out) noexcept {
   for (std::size_t i = 0; i < kAliveBytes; ++i) out[i] = std::byte{0};
   out[0] = static_cast<std::byte>(kControlType << 4);
-  out[1] = static_cast<std::byte>(Request::kAlive);
+  out[1] = static_cast<std::byte>(kAlive);
   out[3] = static_cast<std::byte>(kControlVersion);
 }
 
-std::optional<Request> parse_request(Bytes datagram) noexcept {
-  if (!is_control(datagram)) return {};
-  const auto request = static_cast<Request>(byte(datagram, 1));
-  switch (request) {
-    case Request::kJoin:
-    case Request::kLeave:
-    case Request::kAskMissing:
-    case Request::kAlive: return request;
-  }
-  return {};
+std::optional<ControlKind> parse_request(Bytes datagram) noexcept {
+  return parse_control(datagram, {kJoin, kLeave, kAskMissing, kAlive});
 }
 
-std::optional<Notice> parse_notice(Bytes datagram) noexcept {
-  if (!is_control(datagram)) return {};
-  const std::uint32_t kind = byte(datagram, 1);
-  if (kind == static_cast<std::uint32_t>(Notice::kUnknownSession)) return Notice::kUnknownSession;
-  if (kind == static_cast<std::uint32_t>(Notice::kCoalesced)) return Notice::kCoalesced;
-  return {};
+std::optional<ControlKind> parse_notice(Bytes datagram) noexcept {
+  return parse_control(datagram, {kUnknownSession, kCoalesced});
 }
 
 }  // namespace torchrelay::switchml

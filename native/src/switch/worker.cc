@@ -176,9 +176,9 @@ class Worker::Lane {
     (void)ppoll(fds, 2, &time, nullptr);
   }
 
-  void handle(Notice notice) {
-    if (notice == Notice::kCoalesced) outbox_.set_segmentation(false);
-    if (notice == Notice::kUnknownSession) report(Trouble::kUnknownSession);
+  void handle(ControlKind notice) {
+    if (notice == kCoalesced) outbox_.set_segmentation(false);
+    if (notice == kUnknownSession) report(Trouble::kUnknownSession);
   }
 
   void report(Trouble trouble) {

@@ -7,11 +7,12 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
 
-from nodes import FAULTY, SETTINGS, Server, Worker, on_nodes, pulled
+from nodes import SETTINGS, Server, Worker, faulty_network, on_nodes, pulled
 from torchrelay import _native, config
 from torchrelay.errors import ConfigError, OperationTimeoutError
 from torchrelay.parameters import KeyInit, Metrics
@@ -20,7 +21,7 @@ from waiting import eventually
 
 def test_unfinished_operations_are_bounded_and_a_further_one_waits() -> None:
     settings = dataclasses.replace(SETTINGS, max_unfinished=4)
-    network = _native.MemoryNetwork(max_delay_s=0.02, seed=1)
+    network = _native.DelayedNetwork(_native.MemoryNetwork(), max_delay_s=0.02, seed=1)
 
     def body(server: Server, worker: Worker) -> None:
         if server.node == 0:
@@ -77,8 +78,12 @@ def test_requests_and_answers_stay_below_the_size_limit_of_messages() -> None:
     on_nodes(2, body, table=table, network=network, transport=transport)
 
 
-@pytest.mark.parametrize("network", [{}, FAULTY], ids=["ideal", "faulty"])
-def test_rows_that_moved_and_fell_out_of_use_are_evicted(network: dict[str, float]) -> None:
+@pytest.mark.parametrize(
+    "network", [_native.MemoryNetwork, faulty_network], ids=["ideal", "faulty"]
+)
+def test_rows_that_moved_and_fell_out_of_use_are_evicted(
+    network: Callable[[], _native.Network],
+) -> None:
     """Three nodes use far more keys than fit, wherever their homes are; locations learnt before are
     then wrong.
     """
@@ -102,7 +107,7 @@ def test_rows_that_moved_and_fell_out_of_use_are_evicted(network: dict[str, floa
         3,
         body,
         table={"keys": 0, "capacity": capacity},
-        network=_native.MemoryNetwork(**network),  # type: ignore[arg-type]
+        network=network(),
     )
     for evictions, owned in results:
         assert evictions > capacity

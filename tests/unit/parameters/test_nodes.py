@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from nodes import FAULTY, SETTINGS, Server, Topology, Worker, on_nodes, pulled
+from nodes import SETTINGS, Server, Topology, Worker, faulty_network, on_nodes, pulled
 from torchrelay import _native, config
 from torchrelay.errors import (
     ArgumentError,
@@ -129,7 +129,7 @@ def test_set_is_ordered_with_pushes_under_every_technique(techniques: str) -> No
         worker.barrier()
         assert (pulled(worker, keys) == rounds).all()
 
-    network = _native.MemoryNetwork(**FAULTY)
+    network = faulty_network()
     on_nodes(num_nodes, body, table={"keys": 30}, techniques=techniques, network=network)
 
 
@@ -171,7 +171,7 @@ def test_lengths_per_key_over_nodes() -> None:
         worker.pull(keys, out)
         assert torch.equal(out, torch.arange(float(total)) * 20)
 
-    on_nodes(2, body, table={"keys": lengths}, network=_native.MemoryNetwork(**FAULTY))
+    on_nodes(2, body, table={"keys": lengths}, network=faulty_network())
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64], ids=str)
@@ -343,7 +343,7 @@ def test_values_go_back_to_zero_and_monotone_in_between() -> None:
             worker.barrier()
         assert (pulled(worker, keys) == 0).all()
 
-    on_nodes(3, body, table={"keys": 24}, network=_native.MemoryNetwork(**FAULTY))
+    on_nodes(3, body, table={"keys": 24}, network=faulty_network())
 
 
 def test_nodes_that_make_different_tables_are_told() -> None:

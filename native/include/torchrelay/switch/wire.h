@@ -17,18 +17,13 @@
 #include <optional>
 #include <span>
 
+#include "torchrelay/switch/protocol.h"
+
 namespace torchrelay::switchml {
 
 using Bytes = std::span<const std::byte>;
 
-inline constexpr std::uint16_t kUdpPort = 0xBEE0;
-inline constexpr std::uint16_t kNumUdpPorts = 16;  // a switch at kUdpPort takes so many, as SwitchML's does
-inline constexpr std::size_t kHeaderBytes = 10;
-inline constexpr std::uint16_t kMaxNumel = 256;
 inline constexpr std::size_t kMaxPacketBytes = kHeaderBytes + kMaxNumel * sizeof(std::int32_t);
-inline constexpr std::uint16_t kMaxSlots = 1 << 13;
-inline constexpr std::uint8_t kDataType = 1;
-inline constexpr std::uint8_t kControlType = 2;
 
 struct Header {
   std::uint8_t job = 0;
@@ -49,10 +44,9 @@ constexpr bool is_packet_numel(std::uint32_t numel) noexcept { return numel == 6
 // The header of a data packet; nothing if the datagram is not exactly one such packet.
 std::optional<Header> parse(Bytes datagram) noexcept;
 
-// What a worker sends to the control plane: kind (byte 1) of a control message. What else it says is not for
-// the data plane. A member sends kAlive from time to time when it has no data to send.
-enum class Request : std::uint8_t { kJoin = 1, kLeave = 6, kAskMissing = 7, kAlive = 10 };
-std::optional<Request> parse_request(Bytes datagram) noexcept;
+// The kind of a control message that a worker sends: kJoin, kLeave, kAskMissing or kAlive. What else it says
+// is not for the data plane. A member sends kAlive from time to time when it has no data to send.
+std::optional<ControlKind> parse_request(Bytes datagram) noexcept;
 
 inline constexpr std::size_t kAliveBytes = 12;
 void write_alive(std::byte* out) noexcept;
@@ -60,8 +54,7 @@ void write_alive(std::byte* out) noexcept;
 // Writes the 10 bytes of the header.
 void serialize(const Header& header, std::byte* out) noexcept;
 
-// What a switch answers to a worker by itself: kind (byte 1) and session (bytes 4-11) of a control message.
-enum class Notice : std::uint8_t { kUnknownSession = 4, kCoalesced = 5 };
-std::optional<Notice> parse_notice(Bytes datagram) noexcept;
+// The kind of a message that a switch sends by itself: kUnknownSession or kCoalesced.
+std::optional<ControlKind> parse_notice(Bytes datagram) noexcept;
 
 }  // namespace torchrelay::switchml

@@ -12,8 +12,9 @@ from __future__ import annotations
 import dataclasses
 import struct
 from dataclasses import dataclass
-from enum import IntEnum
 
+from torchrelay import _native
+from torchrelay._native import SwitchControlKind as ControlKind
 from torchrelay.aggregation.switch._data_plane import SessionShape
 
 __all__ = [
@@ -28,28 +29,11 @@ __all__ = [
     "parse",
 ]
 
-_TYPE = 2 << 4
+_TYPE = _native.SWITCH_CONTROL_TYPE << 4
 _VERSION = 1
 _HEAD = struct.Struct(">BBHQ")
 _JOIN = struct.Struct(">QIIHH?x")  # client, rank, the fields of the shape
 _MAX_RANKS = 100  # that one message names
-
-
-class ControlKind(IntEnum):
-    """The kind of a control message. The native worker sends ALIVE, and handles UNKNOWN_SESSION
-    and COALESCED.
-    """
-
-    JOIN = 1
-    JOINED = 2
-    REFUSED = 3  # and why, in UTF-8
-    UNKNOWN_SESSION = 4
-    COALESCED = 5  # send one datagram at a time: the switch gets several as one
-    LEAVE = 6  # and the rank
-    ASK_MISSING = 7
-    MISSING = 8  # and the ranks of the workers that packets in progress wait for
-    BUSY = 9  # the worker may join later; with the reason, in UTF-8
-    ALIVE = 10  # from a member that has nothing to send
 
 
 @dataclass(frozen=True)

@@ -37,10 +37,8 @@ from torchrelay.errors import ArgumentError, ConfigError, UnavailableError
 __all__ = ["XdpDataPlane"]
 
 _OBJECT = Path(_native.__file__).parent / "switch.bpf.o"
-_CONTROL_TYPE = 2
 _SO_RCVBUFFORCE, _BUFFER_BYTES = 33, 4 << 20
-_MAX_PORTS = 64
-_MAX_WORKERS, _MAX_NUMEL = 64, 256
+_MAX_PORTS, _MAX_WORKERS = _native.SWITCH_XDP_MAX_PORTS, _native.SWITCH_XDP_MAX_WORKERS
 _SIOCGARP, _ATF_COM = 0x8954, 2
 _SESSION_COUNTS = tuple(_native.switch_stats())[: _native.SWITCH_NUM_SESSION_STATS]
 
@@ -99,7 +97,7 @@ class SlotEntry(ctypes.Structure):
         ("pad", _u32),
         ("bitmap", _u64 * 2),
         ("ports", _u16 * _MAX_WORKERS * 2),
-        ("values", ctypes.c_int32 * _MAX_NUMEL * 2),
+        ("values", ctypes.c_int32 * _native.SWITCH_MAX_NUMEL * 2),
     )
 
 
@@ -310,7 +308,7 @@ class XdpDataPlane(Resource):
         sock = cast(socket.socket, ready[0][0].fileobj)
         data, (address, port) = sock.recvfrom(1 << 16)
         switch_port: int = sock.getsockname()[1]
-        if data and data[0] >> 4 == _CONTROL_TYPE:
+        if data and data[0] >> 4 == _native.SWITCH_CONTROL_TYPE:
             return ControlMessage(data, address, port, switch_port)
         with self._lock:
             members = set().union(*(session.sources for session in self._sessions.values()))
