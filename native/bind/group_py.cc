@@ -302,6 +302,7 @@ void register_group(nb::module_& module) {
           "size"_a, "slot_bytes"_a, "one_shot_bytes"_a, "mailbox_bytes"_a)
       .def("__init__", &make_group, "memory"_a, "rank"_a, "names"_a, "spin_s"_a, "yield_s"_a)
       .def_prop_ro("calls", &PythonGroup::calls)
+      .def_prop_ro("completed", &PythonGroup::completed, "The calls that have ended without an error.")
       .def_prop_ro("payload_bytes", &PythonGroup::payload_bytes)
       .def_prop_ro("shared_ns", &PythonGroup::shared_ns, "The time in which it waited in shared memory.")
       .def_prop_ro("shared_bytes", &PythonGroup::shared_bytes)

@@ -142,6 +142,7 @@ void Group::perform(std::span<const Collective> calls, const Operation& operatio
     run_all(*hosts_, hosts_->hosts().rank, operation, calls);
   else
     run_all(parts_->group, parts_->group.rank(), operation, calls);
+  completed_.fetch_add(1, std::memory_order_relaxed);
 }
 
 Operation Group::begin(const char* name, Timeout timeout, bool in_background) {

@@ -17,6 +17,7 @@ from torchrelay.errors import UnavailableError
 
 __all__ = [
     "DISCARD_PORT",
+    "address_for_anyone",
     "address_for_peers",
     "address_of_device",
     "address_towards",
@@ -24,6 +25,7 @@ __all__ = [
     "is_loopback",
     "listen_at",
     "mac_of_device",
+    "network_identity",
 ]
 
 # Connecting a datagram socket to it sends nothing, but finds the route.
@@ -92,6 +94,26 @@ def boot_id() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
+def network_identity() -> str:
+    """Return a string that is equal for processes that reach each other's loopback addresses."""
+    return f"{boot_id()}/{os.stat('/proc/self/ns/net').st_ino}"
+
+
+def address_for_anyone(interface: str) -> str:
+    """Return the address at which processes that are not known yet reach this one: that of
+    ``interface`` or ``GLOO_SOCKET_IFNAME``, if one is given; else that of the default route; else
+    loopback.
+
+    Raises:
+        UnavailableError: the given device has no address.
+    """
+    interface = interface or os.environ.get("GLOO_SOCKET_IFNAME", "")
+    try:
+        return _given(interface) if interface else _towards_any([]) or "127.0.0.1"
+    except OSError as error:
+        raise UnavailableError(f"TORCHRELAY_TRANSPORT_INTERFACE={interface!r}: {error}") from error
+
+
 def is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
@@ -120,7 +142,7 @@ def address_for_peers(
     Raises:
         UnavailableError: a process has no such address; on every process.
     """
-    network = f"{boot_id()}/{os.stat('/proc/self/ns/net').st_ino}"
+    network = network_identity()
     mine: dict[str, str | None] = {"network": network, "address": None, "error": None}
     given = "TORCHRELAY_TRANSPORT_INTERFACE" if interface else "GLOO_SOCKET_IFNAME"
     interface = interface or os.environ.get(given, "")

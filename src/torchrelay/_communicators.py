@@ -61,9 +61,13 @@ def open_local(ranks: Ranks, timeout_s: float, settings: Aggregation) -> _native
         spin_s=settings.spin_us * 1e-6,
         yield_s=_YIELD_S,
     )
-    ranks.announce("joined")
-    ranks.wait("joined", timeout_s)  # from here on the native core detects deaths
-    group.join(timeout_s)
+    try:
+        ranks.announce("joined")
+        ranks.wait("joined", timeout_s)  # from here on the native core detects deaths
+        group.join(timeout_s)
+    except BaseException:
+        group.close()
+        raise
     return group
 
 
@@ -98,10 +102,8 @@ def open_between(
     mine = {f"the key ({transport.KEY_VARIABLES})": transport.key_name(key), **(agreed or {})}
     ranks.agree("settings", mine, timeout_s, "groups")
     with listen_at(address) as listener:
-        about = {
-            "address": listener.getsockname()[:2],
-            "token": secrets.token_hex(transport.TOKEN_BYTES),
-        }
+        token = "" if ranks.secret else secrets.token_hex(transport.TOKEN_BYTES)
+        about = {"address": listener.getsockname()[:2], "token": token}
         abouts = ranks.gather("hosts", about, timeout_s)
 
         group.connect(
@@ -110,7 +112,7 @@ def open_between(
             [(each["address"][0], each["address"][1]) for each in abouts],
             hosts,
             listener.detach(),
-            bytes.fromhex(abouts[0]["token"]),
+            ranks.secret[: transport.TOKEN_BYTES] or bytes.fromhex(abouts[0]["token"]),
             encryption,
             max(share_bytes // _LINE_BYTES * _LINE_BYTES, _LINE_BYTES),
             _CHUNK_BYTES,
@@ -137,6 +139,10 @@ def open_group(
     here = next(each for each in hosts if ranks.rank in each)
     with ranks.joining():
         group = open_local(ranks.among(here), timeout_s, settings)
-        if len(hosts) > 1:
-            open_between(ranks, hosts, group, sockets, address, timeout_s)
+        try:
+            if len(hosts) > 1:
+                open_between(ranks, hosts, group, sockets, address, timeout_s)
+        except BaseException:
+            group.close()
+            raise
     return Group(group)

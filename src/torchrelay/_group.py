@@ -61,6 +61,19 @@ class Group:
 
     def __init__(self, native: _native.Group) -> None:
         self.native = native
+        self._uncounted = 0
+
+    @property
+    def completed(self) -> int:
+        """The number of collectives that have ended without an error; several in one call are one.
+
+        An error leaves the outputs undefined, also where they are the inputs.
+        """
+        return self.native.completed - self._uncounted
+
+    def start_counting(self) -> None:
+        """Count from now on."""
+        self._uncounted = self.native.completed
 
     def run(self, calls: Sequence[Collective], timeout_s: float, may_block: bool) -> Ticket | None:
         """Run collectives; several are one call, of which none begins before all ranks agree.

@@ -48,7 +48,6 @@ class Meeting(Ranks):
 
     Attributes:
         processes: of the ranks, in their order.
-        attempt: equal on all ranks, and different for every other rendezvous.
         store: for this rendezvous only: no key is there at first.
 
     Raises:
@@ -73,7 +72,6 @@ class Meeting(Ranks):
         self._known = dict(known or {})
         self._agreed = False
         self.processes: list[Process] = []
-        self.attempt = ""
         with self._store_errors():
             self._me = self._register()
             self._settle(timeout_s)

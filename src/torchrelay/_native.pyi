@@ -297,6 +297,10 @@ class Group:
     def calls(self) -> int: ...
 
     @property
+    def completed(self) -> int:
+        """The calls that have ended without an error."""
+
+    @property
     def payload_bytes(self) -> int: ...
 
     @property

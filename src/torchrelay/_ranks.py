@@ -29,7 +29,6 @@ __all__ = ["POLL_S", "Ranks", "are_there", "values_of"]
 
 POLL_S = 0.01
 _LONGEST_LEAVING_S = 5.0
-_NEWS_S = 0.5  # for the cause of a rank that left while the group was made
 _JOIN = "join the group"
 _SAME_GROUPS = "are they running, and do they make the same groups in the same order?"
 
@@ -43,7 +42,14 @@ class Ranks:
     Args:
         store: used by the group's ranks only; None for a group of one.
         names: the ranks as users know them, for messages; default: the group's own ranks.
+
+    Attributes:
+        attempt: hexadecimal; equal on all ranks, and different for every other rendezvous.
+        secret: of all ranks, who do not tell others; empty: they have none yet.
     """
+
+    attempt, secret = "", b""
+    news_s = 0.5  # for the cause of a rank that left while the group was made
 
     def __init__(
         self, store: Store | None = None, rank: int = 0, size: int = 1, names: Sequence[int] = ()
@@ -209,7 +215,7 @@ class Ranks:
         except PeerLostError as error:
             if self.names[self.rank] in error.ranks:
                 self.refuse(error)
-            deadline_s = time.monotonic() + _NEWS_S
+            deadline_s = time.monotonic() + self.news_s
             with self._store_errors():
                 while time.monotonic() < deadline_s:  # a rank that has left may have said why
                     self._check_trouble()
@@ -273,14 +279,18 @@ class Ranks:
 
     def among(self, ranks: Sequence[int]) -> Self:
         """Return the group of ``ranks``, for groups that have no rank in common. Does not block."""
-        import torch.distributed as dist  # noqa: PLC0415 - as above
-
         part = copy.copy(self)
         part.rank, part.size = ranks.index(self.rank), len(ranks)
         part.names = [self.names[rank] for rank in ranks]
         if self.store is not None:
-            part.store = dist.PrefixStore(f"among/{ranks[0]}", self.store)
+            part.store = self._under(f"among/{ranks[0]}")
         return part
+
+    def _under(self, prefix: str) -> Any:
+        """Return a store for a part of the ranks, whose keys begin with ``prefix``."""
+        import torch.distributed as dist  # noqa: PLC0415 - as above
+
+        return dist.PrefixStore(prefix, self.store)
 
     @property
     def name(self) -> str:

@@ -73,6 +73,8 @@ class Group {
   // Of a group of several hosts.
   transport::Messenger& messenger();
   std::uint64_t calls() const noexcept { return calls_.load(std::memory_order_relaxed); }
+  // The calls that have ended without an error.
+  std::uint64_t completed() const noexcept { return completed_.load(std::memory_order_relaxed); }
   std::uint64_t payload_bytes() const noexcept { return payload_bytes_.load(std::memory_order_relaxed); }
   std::uint64_t shared_ns() const noexcept { return parts_->group.waiting_ns(); }
   std::uint64_t shared_bytes() const noexcept { return hosts_ ? hosts_->shared_bytes() : 0; }
@@ -103,7 +105,7 @@ class Group {
   std::mutex failure_lock_;
   std::function<void(const Error&)> on_failure_;
   std::atomic<std::uint32_t> local_tags_{0};
-  std::atomic<std::uint64_t> calls_{0}, payload_bytes_{0};
+  std::atomic<std::uint64_t> calls_{0}, completed_{0}, payload_bytes_{0};
   std::atomic<bool> closed_{false};
 };
 

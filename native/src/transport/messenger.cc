@@ -493,9 +493,12 @@ void Messenger::close() {
   settle(then);
 
   const auto deadline = Clock::now() + options_.flush_timeout;
-  for (const auto& peer : peers_) {
-    std::unique_lock guard(peer->lock);
-    peer->idle.wait_until(guard, deadline, [&] { return peer->queue.empty() || peer->gone; });
+  for (const int rank : connected) {
+    Peer& peer = peer_of(rank);
+    std::unique_lock guard(peer.lock);
+    peer.idle.wait_until(guard, deadline, [&] {
+      return peer.queue.empty() || peer.gone || (peer.out && peer.out->write_ended);
+    });
   }
   std::set<ConnectionPtr> connections;
   std::set<EventLoop::Id> ids;

@@ -41,7 +41,7 @@ bool Messenger::flush(Peer& peer, std::vector<std::shared_ptr<Transfer>>& sent) 
     if (peer.queue.front().transfer) sent.push_back(std::move(peer.queue.front().transfer));
     peer.queue.pop_front();
   }
-  if (peer.queue.empty()) peer.idle.notify_all();
+  if (peer.queue.empty() || out.write_ended) peer.idle.notify_all();
   if (out.wants_write.exchange(blocked) != blocked) watch_for(out);
   return blocked;
 }
@@ -213,8 +213,14 @@ void Messenger::end(const ConnectionPtr& connection, Consequences& then) {
   const bool is_member = connection->state == Connection::State::kMember;
   const std::string why = connection->stream->failure();
   drop(connection);
-  if (!is_member || closed_) return;
+  if (!is_member) return;
   Peer& peer = peer_of(rank);
+  if (closed_) {  // close() waits for it
+    const std::lock_guard guard(peer.lock);
+    connection->write_ended = true;
+    peer.idle.notify_all();
+    return;
+  }
   std::erase(peer.connections, connection);
   if (connection->target)
     then.end(std::exchange(connection->target, nullptr),
