@@ -46,6 +46,7 @@ struct Mailboxes::Ring {
 
 Mailboxes::Mailboxes(SharedGroup& group)
     : group_(group),
+      matcher_(group.rank(), [&group](int rank) { return group.name_of(rank); }),
       outgoing_(static_cast<std::size_t>(group.size())),
       inboxes_(static_cast<std::size_t>(group.size())) {
   if (group.shape().mailbox_bytes < 2 * sizeof(Ring))
@@ -64,6 +65,7 @@ std::shared_ptr<Transfer> Mailboxes::send(Block data, int to, std::int64_t tag, 
   require_tag(operation.name, tag);
   group_.throw_if_broken(operation);
   auto transfer = std::make_shared<Transfer>(data, to, tag, code, timeout);
+  transfer->sends_ = true;
   {
     const std::lock_guard guard(lock_);
     if (stopping_) throw destroyed();
@@ -86,7 +88,10 @@ std::shared_ptr<Transfer> Mailboxes::receive(Block data, int from, std::int64_t 
   {
     const std::lock_guard guard(lock_);
     if (stopping_) throw destroyed();
-    if (!claim_aside(transfer, ended)) incoming_.push_back(transfer);
+    if (const auto parked = matcher_.take(*transfer))
+      ended.push_back({transfer, matcher_.deliver(*transfer, *parked)});
+    else
+      matcher_.post(transfer);
   }
   for (auto& end : ended) end.transfer->ticket().finish(end.error);
   drive(transfer);
@@ -246,13 +251,13 @@ bool Mailboxes::open_frame(int from, std::vector<Ended>& ended) {
   Ring& in = ring(from, group_.rank());
   const std::size_t capacity = group_.shape().mailbox_bytes - sizeof(Ring);
   const std::uint64_t at = in.read.load(std::memory_order_relaxed);
-  if (in.written.load(std::memory_order_acquire) - at < sizeof(Frame) || !wanted(from)) return false;
+  if (in.written.load(std::memory_order_acquire) - at < sizeof(Frame) || !matcher_.awaits(from)) return false;
   Inbox& inbox = inboxes_[static_cast<std::size_t>(from)];
   in.take(capacity, at, reinterpret_cast<std::byte*>(&inbox.frame), sizeof(Frame));
-  inbox.target = claim(from, inbox.frame.tag);
+  inbox.target = matcher_.claim(from, inbox.frame.tag);
   if (inbox.target) {
-    inbox.target->found(from, inbox.frame.tag, inbox.frame.size_bytes);
-    if (auto error = mismatch_of(*inbox.target, from, inbox.frame)) {
+    inbox.target->begun_ = true;
+    if (auto error = matcher_.found(*inbox.target, from, inbox.frame)) {
       ended.push_back({inbox.target, error});
       inbox.target = nullptr;
       inbox.frame.tag = -1;
@@ -283,21 +288,15 @@ void Mailboxes::close_frame(int from, std::vector<Ended>& ended) {
   if (inbox.target) {
     ended.push_back({std::move(inbox.target), nullptr});
   } else if (inbox.frame.tag >= 0) {
-    inbox.unclaimed.emplace_back(inbox.frame, std::move(inbox.scratch));
+    Matcher<Frame>::Parked message{from, inbox.frame, std::move(inbox.scratch)};
     // A receive may have been posted for it meanwhile.
-    for (auto it = incoming_.begin(); it != incoming_.end(); ++it) {
-      if (!claim_aside(*it, ended)) continue;
-      incoming_.erase(it);
-      break;
-    }
+    if (const auto transfer = matcher_.claim(from, inbox.frame.tag))
+      ended.push_back({transfer, matcher_.deliver(*transfer, message)});
+    else
+      matcher_.park(std::move(message));
   }
   inbox.target = nullptr;
   inbox.scratch = {};
-}
-
-bool Mailboxes::wanted(int from) const {
-  return std::any_of(incoming_.begin(), incoming_.end(),
-                     [&](const auto& transfer) { return transfer->peer_ < 0 || transfer->peer_ == from; });
 }
 
 // Whether the next step() gets something from a rank.
@@ -305,59 +304,20 @@ bool Mailboxes::has_unread(int from) {
   const std::lock_guard guard(lock_);
   Ring& in = ring(from, group_.rank());
   return in.written.load(std::memory_order_acquire) != in.read.load(std::memory_order_relaxed) &&
-         (inboxes_[static_cast<std::size_t>(from)].open || wanted(from));
-}
-
-std::shared_ptr<Transfer> Mailboxes::claim(int from, std::int64_t tag) {
-  for (auto it = incoming_.begin(); it != incoming_.end(); ++it) {
-    const auto transfer = *it;
-    if (!transfer->accepts(from, tag)) continue;
-    incoming_.erase(it);
-    transfer->begun_ = true;
-    return transfer;
-  }
-  return nullptr;
-}
-
-// Takes a message that is kept unclaimed, if there is one for this receive.
-bool Mailboxes::claim_aside(const std::shared_ptr<Transfer>& transfer, std::vector<Ended>& ended) {
-  for (int from = 0; from < group_.size(); ++from) {
-    auto& unclaimed = inboxes_[static_cast<std::size_t>(from)].unclaimed;
-    for (auto it = unclaimed.begin(); it != unclaimed.end(); ++it) {
-      if (!transfer->accepts(from, it->first.tag)) continue;
-      const auto error = mismatch_of(*transfer, from, it->first);
-      if (!error && !it->second.empty())
-        std::memcpy(transfer->data_.data, it->second.data(), it->second.size());
-      transfer->found(from, it->first.tag, it->first.size_bytes);
-      ended.push_back({transfer, error});
-      unclaimed.erase(it);
-      return true;
-    }
-  }
-  return false;
-}
-
-std::exception_ptr Mailboxes::mismatch_of(const Transfer& transfer, int from, const Frame& frame) const {
-  if (frame.size_bytes == transfer.data_.size_bytes && frame.code == transfer.code_) return nullptr;
-  return std::make_exception_ptr(mismatch(group_.name_of(group_.rank()), group_.name_of(from), frame.tag,
-                                          {frame.size_bytes, frame.code},
-                                          {transfer.data_.size_bytes, transfer.code_}));
+         (inboxes_[static_cast<std::size_t>(from)].open || matcher_.awaits(from));
 }
 
 // Transfers past their time end with an error. One that has begun cannot be taken back: its group is broken.
 void Mailboxes::expire(std::vector<Ended>& ended) {
   const auto now = Clock::now();
-  const auto is_late = [&](const std::shared_ptr<Transfer>& transfer, const char* what) {
-    if (transfer->begun_ || now < transfer->end_) return false;
-    const int peer = transfer->peer_ == kAnyRank ? kAnyRank : group_.name_of(transfer->peer_);
-    ended.push_back({transfer, std::make_exception_ptr(late(group_.name_of(group_.rank()), what,
-                                                            transfer->peer_ == kAnyRank ? nullptr : &peer,
-                                                            transfer->tag_))});
-    return true;
-  };
-  std::erase_if(incoming_, [&](const auto& transfer) { return is_late(transfer, "recv from "); });
+  const auto is_late = [&](const Transfer& transfer) { return !transfer.begun_ && now >= transfer.end_; };
+  for (const auto& transfer : matcher_.withdraw(is_late))
+    ended.push_back({transfer, matcher_.late(*transfer)});
   for (auto& queue : outgoing_)
-    std::erase_if(queue, [&](const auto& transfer) { return is_late(transfer, "send to "); });
+    std::erase_if(queue, [&](const auto& transfer) {
+      if (is_late(*transfer)) ended.push_back({transfer, matcher_.late(*transfer)});
+      return is_late(*transfer);
+    });
 }
 
 // Fails everything in progress if a peer that it needs is lost, or a message is late.
@@ -377,7 +337,7 @@ void Mailboxes::look_after_peers() try {
         stuck = static_cast<int>(r);
     }
     bool any = false;
-    for (const auto& transfer : incoming_) {
+    for (const auto& transfer : matcher_.posted()) {
       if (transfer->peer_ >= 0) peers[static_cast<std::size_t>(transfer->peer_)] = true;
       any |= transfer->peer_ < 0;
       if (transfer->begun_ && now >= transfer->end_) stuck = transfer->peer_;
@@ -404,8 +364,7 @@ void Mailboxes::fail_all(std::exception_ptr error) {
   std::vector<std::shared_ptr<Transfer>> all;
   {
     const std::lock_guard guard(lock_);
-    all.assign(incoming_.begin(), incoming_.end());
-    incoming_.clear();
+    all = matcher_.withdraw([](const Transfer&) { return true; });
     for (auto& queue : outgoing_) {
       all.insert(all.end(), queue.begin(), queue.end());
       queue.clear();
@@ -420,7 +379,7 @@ void Mailboxes::fail_all(std::exception_ptr error) {
 }
 
 bool Mailboxes::busy() const {
-  return !incoming_.empty() ||
+  return !matcher_.posted().empty() ||
          std::any_of(outgoing_.begin(), outgoing_.end(), [](const auto& queue) { return !queue.empty(); }) ||
          std::any_of(inboxes_.begin(), inboxes_.end(), [](const auto& inbox) { return inbox.open; });
 }

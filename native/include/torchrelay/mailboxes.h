@@ -20,7 +20,7 @@
 #include "torchrelay/collectives.h"
 #include "torchrelay/executor.h"
 #include "torchrelay/shared_group.h"
-#include "torchrelay/transport/transfer.h"
+#include "torchrelay/transport/matcher.h"
 
 namespace torchrelay {
 
@@ -60,7 +60,6 @@ class Mailboxes {
     std::uint64_t got = 0;
     std::shared_ptr<Transfer> target;  // null: moved to memory, or dropped if the tag is negative
     std::vector<std::byte> scratch;
-    std::deque<std::pair<Frame, std::vector<std::byte>>> unclaimed;
   };
   struct Ended {
     std::shared_ptr<Transfer> transfer;
@@ -75,11 +74,7 @@ class Mailboxes {
   bool pull(int from, std::vector<Ended>& ended);
   bool open_frame(int from, std::vector<Ended>& ended);
   void close_frame(int from, std::vector<Ended>& ended);
-  bool wanted(int from) const;
   bool has_unread(int from);
-  std::shared_ptr<Transfer> claim(int from, std::int64_t tag);
-  bool claim_aside(const std::shared_ptr<Transfer>& transfer, std::vector<Ended>& ended);
-  std::exception_ptr mismatch_of(const Transfer& transfer, int from, const Frame& frame) const;
   void look_after_peers();
   void expire(std::vector<Ended>& ended);
   void fail_all(std::exception_ptr error);
@@ -88,10 +83,10 @@ class Mailboxes {
   bool busy() const;
 
   SharedGroup& group_;
+  Matcher<Frame> matcher_;
   std::mutex lock_;
   std::condition_variable changed_;
   std::vector<std::deque<std::shared_ptr<Transfer>>> outgoing_;  // a queue per peer
-  std::deque<std::shared_ptr<Transfer>> incoming_;               // posted, not begun
   std::vector<Inbox> inboxes_;
   int waiters_ = 0;
   bool stopping_ = false;

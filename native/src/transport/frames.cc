@@ -3,15 +3,57 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
-#include <vector>
+#include <string>
+#include <utility>
 
 namespace torchrelay::transport {
 namespace {
 
 constexpr std::size_t kReadBytes = std::size_t{256} << 10;  // of a body at a time
 constexpr std::size_t kMaxParts = 4;
+constexpr std::size_t kMaxText = 4096;
+constexpr std::size_t kMaxRanks = 4096;
+
+// A failure as it is sent: this, then the ranks, then the text.
+struct Report {
+  std::uint32_t is_timeout;
+  std::uint32_t ranks;
+};
 
 }  // namespace
+
+Frame failed_frame(const std::vector<std::byte>& body) {
+  return {.kind = FrameKind::kFailed, .size_bytes = body.size()};
+}
+
+std::vector<std::byte> encode_failure(const Error& error) {
+  const std::string text = std::string(error.what()).substr(0, kMaxText);
+  const std::size_t count = std::min(error.ranks().size(), kMaxRanks);
+  const Report report{error.code() == Code::kTimeout, static_cast<std::uint32_t>(count)};
+  std::vector<std::byte> out(sizeof report + count * sizeof(std::int32_t) + text.size());
+  std::memcpy(out.data(), &report, sizeof report);
+  auto* ranks = out.data() + sizeof report;
+  for (std::size_t i = 0; i < count; ++i) {
+    const auto rank = static_cast<std::int32_t>(error.ranks()[i]);
+    std::memcpy(ranks + i * sizeof rank, &rank, sizeof rank);
+  }
+  std::memcpy(ranks + count * sizeof(std::int32_t), text.data(), text.size());
+  return out;
+}
+
+std::optional<Error> decode_failure(const std::vector<std::byte>& body) {
+  Report report;
+  if (body.size() < sizeof report) return std::nullopt;
+  std::memcpy(&report, body.data(), sizeof report);
+  const std::size_t start = sizeof report + std::size_t{report.ranks} * sizeof(std::int32_t);
+  if (report.ranks > kMaxRanks || start > body.size() || report.is_timeout > 1) return std::nullopt;
+  std::vector<int> ranks(report.ranks);
+  for (std::size_t i = 0; i < ranks.size(); ++i)
+    std::memcpy(&ranks[i], body.data() + sizeof report + i * sizeof(std::int32_t), sizeof(std::int32_t));
+  const auto* text = reinterpret_cast<const char*>(body.data() + start);
+  return Error(report.is_timeout != 0 ? Code::kTimeout : Code::kPeerLost,
+               std::string(text, body.size() - start), std::move(ranks));
+}
 
 Written write_rest(Stream& stream, std::initializer_list<std::span<const std::byte>> parts,
                    std::size_t& sent) {

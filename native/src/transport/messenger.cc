@@ -12,14 +12,6 @@
 namespace torchrelay::transport {
 namespace {
 
-// The report of a failure, as it is sent: this, then the ranks, then the text.
-struct Report {
-  std::uint32_t is_timeout;
-  std::uint32_t ranks;
-};
-
-constexpr std::size_t kMaxText = 4096;
-constexpr std::size_t kMaxRanks = 4096;
 constexpr std::chrono::seconds kLeastToMove{30};  // a message that has arrived, however late
 
 template <class Pointer>
@@ -31,35 +23,6 @@ std::vector<Pointer> make(std::size_t count) {
 
 }  // namespace
 
-std::vector<std::byte> Messenger::encode(const Error& error) {
-  const std::string text = std::string(error.what()).substr(0, kMaxText);
-  const std::size_t count = std::min(error.ranks().size(), kMaxRanks);
-  const Report report{error.code() == Code::kTimeout, static_cast<std::uint32_t>(count)};
-  std::vector<std::byte> out(sizeof report + count * sizeof(std::int32_t) + text.size());
-  std::memcpy(out.data(), &report, sizeof report);
-  auto* ranks = out.data() + sizeof report;
-  for (std::size_t i = 0; i < count; ++i) {
-    const auto rank = static_cast<std::int32_t>(error.ranks()[i]);
-    std::memcpy(ranks + i * sizeof rank, &rank, sizeof rank);
-  }
-  std::memcpy(ranks + count * sizeof(std::int32_t), text.data(), text.size());
-  return out;
-}
-
-std::optional<Error> Messenger::decode(const std::vector<std::byte>& body) {
-  Report report;
-  if (body.size() < sizeof report) return std::nullopt;
-  std::memcpy(&report, body.data(), sizeof report);
-  const std::size_t start = sizeof report + std::size_t{report.ranks} * sizeof(std::int32_t);
-  if (report.ranks > kMaxRanks || start > body.size() || report.is_timeout > 1) return std::nullopt;
-  std::vector<int> ranks(report.ranks);
-  for (std::size_t i = 0; i < ranks.size(); ++i)
-    std::memcpy(&ranks[i], body.data() + sizeof report + i * sizeof(std::int32_t), sizeof(std::int32_t));
-  const auto* text = reinterpret_cast<const char*>(body.data() + start);
-  return Error(report.is_timeout != 0 ? Code::kTimeout : Code::kPeerLost,
-               std::string(text, body.size() - start), std::move(ranks));
-}
-
 Messenger::Messenger(MessengerOptions options, Descriptor listener, ReceiveLocally receive_locally,
                      std::function<void(const Error&)> on_failure)
     : options_(std::move(options)),
@@ -69,6 +32,7 @@ Messenger::Messenger(MessengerOptions options, Descriptor listener, ReceiveLocal
       greeting_{.rank = static_cast<std::uint32_t>(options_.rank), .token = options_.token},
       peers_(make<std::unique_ptr<Peer>>(options_.addresses.size())),
       spare_(eventfd(0, EFD_CLOEXEC)),
+      matcher_(options_.rank, [this](int rank) { return name_of(rank); }),
       listener_(*loop_, std::move(listener),
                 {.token = options_.token,
                  .tls = options_.tls,
@@ -194,18 +158,15 @@ std::shared_ptr<Transfer> Messenger::receive(Block data, int source, std::int64_
   Consequences then;
   {
     const std::lock_guard guard(lock_);
-    const auto parked = std::ranges::find_if(
-        parked_, [&](const Parked& each) { return transfer->accepts(each.source, each.frame.tag); });
     if (failed_ || closed_) {
       then.end(transfer, refusal(source));
-    } else if (parked != parked_.end()) {
+    } else if (const auto parked = matcher_.take(*transfer)) {
       peer_of(parked->source).parked_bytes -= parked->data.size();
-      deliver(transfer, std::move(*parked), then);
-      parked_.erase(parked);
+      deliver(transfer, *parked, then);
     } else if (source != kAnyRank && peer_of(source).gone) {
       then.end(transfer, refusal(source));
     } else {
-      posted_.push_back(transfer);
+      matcher_.post(transfer);
       if (source != kAnyRank) connect(source);
       for (const auto& connection : connections_)
         if (connection->paused && (source == kAnyRank || connection->rank == source)) resume(connection);
@@ -215,45 +176,20 @@ std::shared_ptr<Transfer> Messenger::receive(Block data, int source, std::int64_
   return transfer;
 }
 
-// Removes and returns the receive that a message is for.
-std::shared_ptr<Transfer> Messenger::claim(int source, std::int64_t tag) {
-  const auto found =
-      std::ranges::find_if(posted_, [&](const auto& each) { return each->accepts(source, tag); });
-  if (found == posted_.end()) return nullptr;
-  auto transfer = std::move(*found);
-  posted_.erase(found);
-  return transfer;
-}
-
-bool Messenger::is_awaited(int source) const {
-  return std::ranges::any_of(
-      posted_, [&](const auto& each) { return each->peer_ == kAnyRank || each->peer_ == source; });
-}
-
-std::exception_ptr Messenger::mismatch_of(const Transfer& transfer, int source, const Frame& frame) const {
-  if (frame.size_bytes == transfer.data_.size_bytes && frame.code == transfer.code_) return nullptr;
-  return std::make_exception_ptr(mismatch(name_of(options_.rank), name_of(source), frame.tag,
-                                          {frame.size_bytes, frame.code},
-                                          {transfer.data_.size_bytes, transfer.code_}));
-}
-
 // Gives a receive a message that is in memory, or whose bytes are in shared memory.
-void Messenger::deliver(const std::shared_ptr<Transfer>& transfer, Parked message, Consequences& then) {
-  transfer->found(message.source, message.frame.tag, message.frame.size_bytes);
+void Messenger::deliver(const std::shared_ptr<Transfer>& transfer, const Parked& message,
+                        Consequences& then) {
   if (message.frame.kind == FrameKind::kLocal) {
     transfer->is_remote_ = false;
     then.local.push_back({transfer, message.source, message.frame});
-    return;
+  } else {
+    then.end(transfer, matcher_.deliver(*transfer, message));
   }
-  const auto error = mismatch_of(*transfer, message.source, message.frame);
-  if (!error && !message.data.empty())
-    std::memcpy(transfer->data_.data, message.data.data(), message.data.size());
-  then.end(transfer, error);
 }
 
 // A message that its receiver does not expect is received too, and dropped: it would stay in shared memory.
 void Messenger::receive_local(const std::shared_ptr<Transfer>& transfer, int source, const Frame& frame) {
-  const auto error = mismatch_of(*transfer, source, frame);
+  const auto error = matcher_.found(*transfer, source, frame);
   const auto left = std::max<std::chrono::nanoseconds>(transfer->end_ - Clock::now(), kLeastToMove);
   try {
     const auto local = receive_locally_(transfer->data_, source, frame.local_tag, transfer->code_, left);
@@ -316,7 +252,7 @@ void Messenger::expire(const std::shared_ptr<Transfer>& transfer) {
   {
     const std::lock_guard guard(lock_);
     if (!transfer->is_remote_) return;
-    std::erase(posted_, transfer);
+    matcher_.withdraw([&](const Transfer& each) { return &each == transfer.get(); });
     for (const auto& connection : connections_)
       if (connection->target == transfer) connection->target = nullptr;
     if (transfer->sends_) {
@@ -325,11 +261,7 @@ void Messenger::expire(const std::shared_ptr<Transfer>& transfer) {
       abandon(peer, [&](const Transfer& each) { return &each == transfer.get(); }, abandoned);
     }
   }
-  const bool is_open = transfer->peer_ == kAnyRank;
-  const int peer = is_open ? kAnyRank : name_of(transfer->peer_);
-  transfer->ticket().finish(
-      std::make_exception_ptr(late(name_of(options_.rank), transfer->sends_ ? "send to " : "recv from ",
-                                   is_open ? nullptr : &peer, transfer->tag_)));
+  transfer->ticket().finish(matcher_.late(*transfer));
 }
 
 void Messenger::sweep_later() {
@@ -347,7 +279,7 @@ void Messenger::sweep() {
     const auto look_at = [&overdue, now = Clock::now()](const std::shared_ptr<Transfer>& transfer) {
       if (transfer && transfer->end_ <= now) overdue.push_back(transfer);
     };
-    for (const auto& transfer : posted_) look_at(transfer);
+    for (const auto& transfer : matcher_.posted()) look_at(transfer);
     for (const auto& connection : connections_) look_at(connection->target);
     for (const auto& peer : peers_) {
       const std::lock_guard peer_guard(peer->lock);
@@ -425,7 +357,7 @@ std::optional<Error> Messenger::failure() const {
 
 Error Messenger::fail(const Error& error) {
   Consequences then;
-  const auto body = encode(error);
+  const auto body = encode_failure(error);
   std::vector<int> connected;
   {
     const std::lock_guard guard(lock_);
@@ -433,8 +365,7 @@ Error Messenger::fail(const Error& error) {
     failure_ = error;
     failed_ = true;
     const auto thrown = std::make_exception_ptr(error);
-    for (auto& transfer : posted_) then.end(transfer, thrown);
-    posted_.clear();
+    for (auto& transfer : matcher_.withdraw(kAll)) then.end(std::move(transfer), thrown);
     for (const auto& connection : connections_) {
       if (connection->target) then.end(std::exchange(connection->target, nullptr), thrown);
       if (connection->paused) resume(connection);
@@ -443,7 +374,7 @@ Error Messenger::fail(const Error& error) {
       Peer& peer = *peers_[rank];
       std::vector<std::shared_ptr<Transfer>> abandoned;
       const std::lock_guard peer_guard(peer.lock);
-      abandon(peer, [](const Transfer&) { return true; }, abandoned);
+      abandon(peer, kAll, abandoned);
       for (auto& transfer : abandoned) then.end(std::move(transfer), thrown);
       if (!peer.connections.empty()) connected.push_back(static_cast<int>(rank));
     }
@@ -457,10 +388,6 @@ Error Messenger::fail(const Error& error) {
   settle(then);
   on_failure_(error);
   return error;
-}
-
-Frame Messenger::failed_frame(const std::vector<std::byte>& body) {
-  return {.kind = FrameKind::kFailed, .size_bytes = body.size()};
 }
 
 void Messenger::require_rank(const char* operation, int rank) const {
@@ -479,8 +406,7 @@ void Messenger::close() {
     const std::lock_guard guard(lock_);
     if (closed_.exchange(true)) return;
     const auto error = std::make_exception_ptr(destroyed());
-    for (auto& transfer : posted_) then.end(transfer, error);
-    posted_.clear();
+    for (auto& transfer : matcher_.withdraw(kAll)) then.end(std::move(transfer), error);
     for (const auto& connection : connections_) {
       if (connection->target) then.end(std::exchange(connection->target, nullptr), error);
       if (connection->paused) resume(connection);
@@ -517,7 +443,7 @@ void Messenger::close() {
     std::vector<std::shared_ptr<Transfer>> abandoned;
     const std::lock_guard guard(peer->lock);
     peer->out = nullptr;
-    abandon(*peer, [](const Transfer&) { return true; }, abandoned);
+    abandon(*peer, kAll, abandoned);
     for (auto& transfer : abandoned) last.end(std::move(transfer), std::make_exception_ptr(destroyed()));
     peer->queue.clear();
   }

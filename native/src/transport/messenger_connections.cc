@@ -166,11 +166,8 @@ void Messenger::lose(int rank, const std::string& reason, Consequences& then) {
   peer.why_gone = reason;
   peer.gone = true;
   const auto error = std::make_exception_ptr(failure_ ? *failure_ : gone_error(rank));
-  std::erase_if(posted_, [&](const auto& transfer) {
-    if (transfer->peer_ != rank) return false;
-    then.end(transfer, error);
-    return true;
-  });
+  for (auto& transfer : matcher_.withdraw([&](const Transfer& each) { return each.peer_ == rank; }))
+    then.end(std::move(transfer), error);
   while (!peer.connections.empty()) {
     const auto connection = peer.connections.back();
     peer.connections.pop_back();
@@ -180,7 +177,7 @@ void Messenger::lose(int rank, const std::string& reason, Consequences& then) {
   std::vector<std::shared_ptr<Transfer>> abandoned;
   const std::lock_guard guard(peer.lock);
   peer.out = nullptr;
-  abandon(peer, [](const Transfer&) { return true; }, abandoned);
+  abandon(peer, kAll, abandoned);
   for (auto& transfer : abandoned) then.end(std::move(transfer), error);
   peer.queue.clear();
   peer.idle.notify_all();
@@ -198,7 +195,7 @@ void Messenger::admit(const ConnectionPtr& connection, int rank, Consequences& t
     if (!peer.out) peer.out = connection;
     const bool is_out = peer.out == connection;
     if (failure_ && is_out) {
-      const auto body = encode(*failure_);
+      const auto body = encode_failure(*failure_);
       peer.queue.push_back({failed_frame(body), body, {}, nullptr});
     }
     // One that only receives still has to present itself.
@@ -401,15 +398,14 @@ bool Messenger::open_frame(const ConnectionPtr& connection, const Frame& frame, 
   }
   bool is_kept = frame.kind == FrameKind::kFailed;
   if (frame.kind == FrameKind::kData && !failed_ && !closed_) {
-    from.target = claim(from.rank, frame.tag);
+    from.target = matcher_.claim(from.rank, frame.tag);
     if (from.target) {
-      from.target->found(from.rank, frame.tag, frame.size_bytes);
-      if (auto error = mismatch_of(*from.target, from.rank, frame))
+      if (auto error = matcher_.found(*from.target, from.rank, frame))
         then.end(std::exchange(from.target, nullptr), error);
     } else {
       const bool has_space = frame.size_bytes <= options_.small_bytes &&
                              peer.parked_bytes + frame.size_bytes <= options_.parked_bytes;
-      if (!has_space && !is_awaited(from.rank)) {
+      if (!has_space && !matcher_.awaits(from.rank)) {
         from.paused = true;
         watch_for(from);
         return false;
@@ -431,10 +427,10 @@ bool Messenger::open_frame(const ConnectionPtr& connection, const Frame& frame, 
 // A message is in shared memory.
 void Messenger::announced(int source, const Frame& frame, Consequences& then) {
   if (failed_ || closed_) return;
-  if (const auto transfer = claim(source, frame.tag))
+  if (const auto transfer = matcher_.claim(source, frame.tag))
     deliver(transfer, {source, frame, {}}, then);
   else
-    parked_.push_back({source, frame, {}});
+    matcher_.park({source, frame, {}});
 }
 
 void Messenger::close_frame(const ConnectionPtr& connection, Consequences& then) {
@@ -446,7 +442,7 @@ void Messenger::close_frame(const ConnectionPtr& connection, Consequences& then)
   }
   if (!from.is_kept) return;
   if (frame.kind == FrameKind::kFailed) {
-    if (const auto error = decode(from.scratch))
+    if (const auto error = decode_failure(from.scratch))
       then.failure = error;
     else
       lose(from.rank, kGarbled, then);
@@ -455,12 +451,12 @@ void Messenger::close_frame(const ConnectionPtr& connection, Consequences& then)
   if (failed_ || closed_) return;
   Parked message{from.rank, frame, std::exchange(from.scratch, {})};
   // A receive may have been posted for it meanwhile.
-  if (const auto transfer = claim(from.rank, frame.tag)) {
-    deliver(transfer, std::move(message), then);
+  if (const auto transfer = matcher_.claim(from.rank, frame.tag)) {
+    deliver(transfer, message, then);
     return;
   }
   peer_of(from.rank).parked_bytes += message.data.size();
-  parked_.push_back(std::move(message));
+  matcher_.park(std::move(message));
 }
 
 }  // namespace torchrelay::transport

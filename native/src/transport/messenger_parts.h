@@ -13,6 +13,8 @@ inline constexpr const char* kDied =
     "has died or cannot be reached any more (its connection ended); look at its own output for the cause";
 inline constexpr const char* kLeft = "has left the group (destroy_process_group, or its process ended)";
 
+inline constexpr auto kAll = [](const Transfer&) { return true; };
+
 inline constexpr std::size_t kBufferBytes = 512;
 inline constexpr const char* kGarbled = "sent bytes that are no message of this version";
 

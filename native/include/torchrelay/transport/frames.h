@@ -4,8 +4,11 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
+#include <vector>
 
+#include "torchrelay/error.h"
 #include "torchrelay/session.h"
 #include "torchrelay/transport/stream.h"
 
@@ -39,6 +42,12 @@ struct Frame {
   bool has_body() const noexcept { return kind == FrameKind::kData || kind == FrameKind::kFailed; }
 };
 static_assert(sizeof(Frame) == 24);
+
+// The frame of a failure, and its body.
+Frame failed_frame(const std::vector<std::byte>& body);
+std::vector<std::byte> encode_failure(const Error& error);
+// Nothing if the bytes are none.
+std::optional<Error> decode_failure(const std::vector<std::byte>& body);
 
 template <class Plain>
 std::span<const std::byte> bytes_of(const Plain& value) {

@@ -31,7 +31,7 @@
 #include "torchrelay/session.h"
 #include "torchrelay/transport/event_loop.h"
 #include "torchrelay/transport/listener.h"
-#include "torchrelay/transport/transfer.h"
+#include "torchrelay/transport/matcher.h"
 
 namespace torchrelay::transport {
 
@@ -119,11 +119,7 @@ class Messenger {
   struct Outgoing;
   struct Connection;
   using ConnectionPtr = std::shared_ptr<Connection>;
-  struct Parked {
-    int source;
-    Frame frame;
-    std::vector<std::byte> data;
-  };
+  using Parked = Matcher<Frame>::Parked;
   struct Peer;
   struct Consequences;
   class Incoming;
@@ -163,10 +159,8 @@ class Messenger {
   void close_frame(const ConnectionPtr& connection, Consequences& then);
 
   // Receives; called with the lock.
-  std::shared_ptr<Transfer> claim(int source, std::int64_t tag);
-  bool is_awaited(int source) const;
   void announced(int source, const Frame& frame, Consequences& then);
-  void deliver(const std::shared_ptr<Transfer>& transfer, Parked message, Consequences& then);
+  void deliver(const std::shared_ptr<Transfer>& transfer, const Parked& message, Consequences& then);
   void resume(const ConnectionPtr& connection);
   void read_soon(const ConnectionPtr& connection);
 
@@ -176,15 +170,11 @@ class Messenger {
   int name_of(int rank) const { return options_.names[static_cast<std::size_t>(rank)]; }
   Peer& peer_of(int rank) const { return *peers_[static_cast<std::size_t>(rank)]; }
   void require_rank(const char* operation, int rank) const;
-  static std::vector<std::byte> encode(const Error& error);
-  static std::optional<Error> decode(const std::vector<std::byte>& body);
-  static Frame failed_frame(const std::vector<std::byte>& body);
   std::exception_ptr refusal(int rank) const;
   Error gone_error(int rank) const;
   void lack_a_descriptor(int error);
   // This rank lacks what it needs for `what`.
   Error lacking(const std::string& what, int error) const;
-  std::exception_ptr mismatch_of(const Transfer& transfer, int source, const Frame& frame) const;
 
   const MessengerOptions options_;
   const ReceiveLocally receive_locally_;
@@ -197,8 +187,7 @@ class Messenger {
   mutable std::mutex lock_;  // of what follows; before a peer's
   std::condition_variable changed_;
   std::set<ConnectionPtr> connections_;
-  std::deque<std::shared_ptr<Transfer>> posted_;
-  std::deque<Parked> parked_;
+  Matcher<Frame> matcher_;
   std::set<EventLoop::Id> timers_;
   std::optional<Error> failure_;
   std::size_t reports_ = 0;  // in progress

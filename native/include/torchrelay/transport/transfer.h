@@ -6,6 +6,7 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <exception>
 #include <limits>
 
 #include "torchrelay/error.h"
@@ -41,6 +42,8 @@ class Transfer {
 
  private:
   friend class Mailboxes;
+  template <class Frame>
+  friend class Matcher;
   friend class transport::Messenger;
 
   bool accepts(int source, std::int64_t tag) const noexcept {
@@ -53,6 +56,11 @@ class Transfer {
     found_tag_ = tag;
     found_bytes_ = size_bytes;
   }
+
+  // The error of rank `me` whose message, found(), from `source` is not what it expects; null if it is.
+  std::exception_ptr mismatch(int me, int source, std::uint64_t code) const;
+  // That of one that did not end in time.
+  std::exception_ptr late(int me, int peer) const;
 
   Block data_;
   int peer_;  // kAnyRank: receive from any rank
@@ -68,18 +76,5 @@ class Transfer {
   std::uint64_t found_bytes_ = 0;
   Ticket ticket_;
 };
-
-// A message as its sender describes it: how many bytes of which type.
-struct Described {
-  std::uint64_t size_bytes;
-  std::uint64_t code;
-};
-
-// The error of a receive of rank `me` whose message from `source` is not what it expects.
-Error mismatch(int me, int source, std::int64_t tag, Described sent, Described expected);
-
-// The error of a transfer of rank `me` that did not end in time; `what` is "recv from " or "send to ", `peer`
-// is null for any rank.
-Error late(int me, const char* what, const int* peer, std::int64_t tag);
 
 }  // namespace torchrelay
