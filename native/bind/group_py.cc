@@ -165,6 +165,7 @@ void register_collective(nb::module_& module) {
   register_enum<Op>(module, "Op", "Reductions, under c10d's names.", kOpNames);
   module.def("reduces", &reduces, "dtype"_a, "op"_a, "Whether the reduction is defined and supported.");
   register_enum<Kind>(module, "Kind", "Collectives.", kKindNames);
+  register_enum<Compression>(module, "Compression", "How sums are encoded between hosts.", kCompressionNames);
   nb::class_<Collective>(module, "Collective", "One rank's part in a collective.")
       .def(
           "__init__",
@@ -178,6 +179,15 @@ void register_collective(nb::module_& module) {
           "the input too; all_reduce may have another input. `code` is that of "
           "the element type: of a "
           "reduction, a Dtype.")
+      .def(
+          "compress",
+          [](Collective& self, Compression compression, Address lost) {
+            self.encoding = {compression, reinterpret_cast<float*>(pointer(lost))};
+          },
+          "compression"_a, "lost"_a = 0,
+          "Encodes what a reduction sends to other hosts. `lost`, if not 0, is the address of a float32 for "
+          "each element of an all_reduce: it gets what this rank's encodings lost of the sum, and keeps its "
+          "values elsewhere.")
       .def("go_through", &go_through, "piece_bytes"_a, "start"_a, "finish"_a,
            nb::sig("def go_through(self, piece_bytes: int, start: "
                    "collections.abc.Callable[[int, int, float], "

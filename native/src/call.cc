@@ -4,12 +4,12 @@
 
 namespace torchrelay {
 
-Call reduction_call(Kind kind, std::size_t count, Dtype dtype, Op op, int root) {
-  return {kind, static_cast<std::uint8_t>(dtype), op, 1, root, count};
+Call reduction_call(Kind kind, std::size_t count, Dtype dtype, Op op, int root, Compression compression) {
+  return {kind, static_cast<std::uint8_t>(dtype), op, compression, root, count};
 }
 
 Call bytes_call(Kind kind, std::uint8_t code, int root, std::size_t count) {
-  return {kind, code, Op::kSum, 0, root, count};
+  return {kind, code, Op::kSum, Compression::kNone, root, count};
 }
 
 std::string describe(const Call& call, const std::vector<int>& names) {
@@ -24,10 +24,13 @@ std::string describe(const Call& call, const std::vector<int>& names) {
   out += " of ";
   const bool is_known = call.dtype < kNumDtypes;
   const auto dtype = static_cast<Dtype>(call.dtype);
-  const std::size_t unit = call.has_op || !is_known ? 1 : size_bytes(dtype);
-  if (call.count != 0 || call.has_op) out += std::to_string(call.count / unit) + " x ";
+  const bool reduces = is_reduction(call.kind);
+  const std::size_t unit = reduces || !is_known ? 1 : size_bytes(dtype);
+  if (call.count != 0 || reduces) out += std::to_string(call.count / unit) + " x ";
   out += is_known ? name(dtype) : "bytes";
-  if (call.has_op) out += std::string(", ") + name(call.op);
+  if (reduces) out += std::string(", ") + name(call.op);
+  if (call.compression != Compression::kNone)
+    out += std::string(", with compression ") + name(call.compression);
   if (call.root >= 0) out += ", root " + std::to_string(names[static_cast<std::size_t>(call.root)]);
   return out;
 }

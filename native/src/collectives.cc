@@ -302,8 +302,8 @@ Call coalesced_call(std::span<const Collective> calls, int rank) {
       digest = (digest ^ ((value >> shift) & 0xff)) * 0x100000001b3;
   };
   for (const Collective& call : calls) {
-    for (const auto value :
-         {static_cast<int>(call.kind), int{call.code}, static_cast<int>(call.op), call.root})
+    for (const auto value : {static_cast<int>(call.kind), int{call.code}, static_cast<int>(call.op),
+                             call.root, static_cast<int>(call.encoding.compression)})
       add(static_cast<std::uint64_t>(value));
     for (const Block& block : call.outputs) add(block.size_bytes);
     if (call.kind == Kind::kReduceScatter)
@@ -314,7 +314,7 @@ Call coalesced_call(std::span<const Collective> calls, int rank) {
         call.inputs[0].size_bytes != call.outputs[me].size_bytes)
       add(me);
   }
-  return {Kind::kCoalesced, kNumDtypes, Op::kSum, 0, static_cast<std::int32_t>(calls.size()), digest};
+  return bytes_call(Kind::kCoalesced, kNumDtypes, static_cast<int>(calls.size()), digest);
 }
 
 void agree(SharedGroup& group, const Operation& operation, const Call& call) {

@@ -32,33 +32,40 @@ void require_blocks(const Collective& call, const std::vector<Block>& blocks, st
 // number of blocks of collectives that have one for each rank.
 void require_valid(const Collective& call) {
   using enum Kind;
-  if (call.kind == kAllReduce || call.kind == kReduce || call.kind == kReduceScatter)
-    find_kernel(static_cast<Dtype>(call.code), call.op);
+  if (is_reduction(call.kind)) find_kernel(static_cast<Dtype>(call.code), call.op);
   if (call.kind == kAllGather || call.kind == kGather || (call.kind == kAllReduce && !call.inputs.empty()))
     require_blocks(call, call.inputs, 1);
-  if (call.kind == kAllReduce || call.kind == kReduce || call.kind == kReduceScatter ||
-      call.kind == kBroadcast || call.kind == kScatter)
+  if (is_reduction(call.kind) || call.kind == kBroadcast || call.kind == kScatter)
     require_blocks(call, call.outputs, 1);
 }
 
 template <class Ranks>
 void run_one(Ranks& ranks, const Operation& operation, const Collective& call) {
-  const auto& [kind, inputs, outputs, code, op, root, network] = call;
+  const auto& [kind, inputs, outputs, code, op, root, network, encoding] = call;
   const auto dtype = static_cast<Dtype>(code);
   const auto count = [&] { return call.outputs[0].size_bytes / size_bytes(dtype); };
   switch (kind) {
     case Kind::kAllReduce: {
       const std::byte* source = inputs.empty() ? nullptr : inputs[0].data;
       if constexpr (std::is_same_v<Ranks, transport::HostGroup>)
-        return all_reduce(ranks, operation, outputs[0].data, count(), dtype, op, source, network.get());
+        return all_reduce(ranks, operation, outputs[0].data, count(), dtype, op, source, network.get(),
+                          encoding);
       else
         return all_reduce(ranks, operation, outputs[0].data, count(), dtype, op, source);
     }
-    case Kind::kReduce: return reduce(ranks, operation, outputs[0].data, count(), dtype, op, root);
+    case Kind::kReduce:
+      if constexpr (std::is_same_v<Ranks, transport::HostGroup>)
+        return reduce(ranks, operation, outputs[0].data, count(), dtype, op, root, encoding.compression);
+      else
+        return reduce(ranks, operation, outputs[0].data, count(), dtype, op, root);
     case Kind::kReduceScatter: {
       std::vector<std::byte*> sources;
       for (const Block& block : inputs) sources.push_back(block.data);
-      return reduce_scatter(ranks, operation, sources, outputs[0].data, count(), dtype, op);
+      if constexpr (std::is_same_v<Ranks, transport::HostGroup>)
+        return reduce_scatter(ranks, operation, sources, outputs[0].data, count(), dtype, op,
+                              encoding.compression);
+      else
+        return reduce_scatter(ranks, operation, sources, outputs[0].data, count(), dtype, op);
     }
     case Kind::kBroadcast: return broadcast(ranks, operation, outputs[0], code, root);
     case Kind::kAllGather: return all_gather(ranks, operation, inputs[0], outputs, code);

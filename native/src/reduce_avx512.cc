@@ -1,2 +1,3 @@
 #define TORCHRELAY_ISA avx512
+#include "compression_kernels.h"
 #include "reduce_kernels.h"

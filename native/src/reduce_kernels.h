@@ -4,6 +4,8 @@
 //
 // Nothing here may call an inline function of the standard library: the linker would keep one copy of it for
 // all instruction sets.
+#pragma once
+
 #include <cstring>
 
 #include "reduce_table.h"

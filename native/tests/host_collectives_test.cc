@@ -1,11 +1,14 @@
 // Ranks are threads: those of a host over one segment, hosts over TCP.
 #include "torchrelay/transport/host_collectives.h"
 
+#include <algorithm>
+#include <cmath>
 #include <condition_variable>
 #include <cstring>
 #include <deque>
 #include <functional>
 #include <mutex>
+#include <random>
 #include <thread>
 
 #include "check.h"
@@ -147,6 +150,15 @@ std::vector<float> sum_of(const std::vector<std::vector<float>>& data) {
   return sum;
 }
 
+std::vector<std::vector<float>> normal_numbers(std::size_t ranks, std::size_t count) {
+  std::mt19937 random(static_cast<unsigned>(count));
+  std::normal_distribution<float> normal;
+  std::vector<std::vector<float>> out(ranks, std::vector<float>(count));
+  for (auto& each : out)
+    for (float& value : each) value = normal(random);
+  return out;
+}
+
 TEST(only_the_root_of_a_reduction_gets_the_sum) {
   for (const auto& sizes : kPlacements) {
     Group group(sizes);
@@ -255,6 +267,93 @@ TEST(every_pair_of_ranks_exchanges_blocks) {
         for (std::size_t to = 0; to < ranks; ++to) CHECK(outputs[to][from] == inputs[from][to]);
     }
   }
+}
+
+// The largest error of an encoded sum's element: a run of 256 elements that it may be part of has the largest
+// sums of each host.
+double bound_of(const std::vector<std::vector<float>>& data, const std::vector<std::vector<int>>& hosts,
+                std::size_t at) {
+  const std::size_t first = at < 255 ? 0 : at - 255, last = std::min(at + 256, data[0].size());
+  double bound = 0.0;
+  for (const auto& ranks : hosts) {
+    double largest = 0.0;
+    for (std::size_t i = first; i < last; ++i) {
+      double sum = 0.0;
+      for (const int rank : ranks) sum += data[static_cast<std::size_t>(rank)][i];
+      largest = std::max(largest, std::fabs(sum));
+    }
+    bound += largest / 126.0;  // of the host's sum, and of its part of the total
+  }
+  return bound;
+}
+
+TEST(encoded_sums_are_the_same_on_all_ranks_and_what_they_lost_is_known) {
+  for (const auto& sizes : kPlacements)
+    for (const Compression compression : {Compression::kInt8, Compression::kBfloat16}) {
+      Group group(sizes);
+      const std::size_t ranks = group.shared.size();
+      for (const std::size_t count : kCounts) {
+        const auto given = normal_numbers(ranks, count);
+        auto data = given;
+        std::vector<std::vector<float>> lost(ranks, std::vector<float>(count));
+        group.run("all_reduce", [&](HostGroup& on, const Operation& operation, std::size_t rank) {
+          transport::all_reduce(on, operation, bytes(data[rank]), count, Dtype::kFloat32, Op::kSum, nullptr,
+                                nullptr, {compression, lost[rank].data()});
+        });
+        for (const auto& each : data) CHECK(each == data[0]);
+        for (std::size_t i = 0; i < count; ++i) {
+          double exact = 0.0, left = 0.0;
+          for (std::size_t rank = 0; rank < ranks; ++rank) exact += given[rank][i], left += lost[rank][i];
+          CHECK(std::fabs(data[0][i] - exact) <= bound_of(given, group.hosts, i));
+          CHECK(std::fabs(data[0][i] + left - exact) <= 1e-5);
+        }
+        CHECK((data[0] == sum_of(given)) == (count * sizeof(float) <= kInlineBytes));
+      }
+    }
+}
+
+TEST(encoded_reductions_with_other_results) {
+  for (const auto& sizes : kPlacements) {
+    Group group(sizes);
+    const std::size_t ranks = group.shared.size(), count = 3001;
+    const auto given = normal_numbers(ranks, count * ranks);
+    auto averages = given, on_root = given;
+    std::vector<std::vector<float>> parts(ranks, std::vector<float>(count));
+    group.run("mixed", [&](HostGroup& on, const Operation& operation, std::size_t rank) {
+      transport::all_reduce(on, operation, bytes(averages[rank]), count * ranks, Dtype::kFloat32,
+                            Op::kAverage, nullptr, nullptr, {Compression::kInt8});
+      transport::reduce(on, operation, bytes(on_root[rank]), count * ranks, Dtype::kFloat32, Op::kSum, 1,
+                        Compression::kInt8);
+      std::vector<std::byte*> inputs;
+      auto own = given[rank];
+      for (std::size_t i = 0; i < ranks; ++i) inputs.push_back(bytes(own) + i * count * sizeof(float));
+      transport::reduce_scatter(on, operation, inputs, bytes(parts[rank]), count, Dtype::kFloat32, Op::kSum,
+                                Compression::kInt8);
+    });
+    const auto exact = sum_of(given);
+    for (std::size_t i = 0; i < exact.size(); ++i) {
+      const double bound = bound_of(given, group.hosts, i);
+      CHECK(std::fabs(averages[0][i] * static_cast<float>(ranks) - exact[i]) <= bound);
+      CHECK(std::fabs(on_root[1][i] - exact[i]) <= bound);
+      CHECK(std::fabs(parts[i / count][i % count] - exact[i]) <= bound);
+    }
+    for (const auto& each : averages) CHECK(each == averages[0]);
+    CHECK(averages[0] != exact && on_root[1] != exact && on_root[0] == given[0]);
+  }
+}
+
+TEST(different_compressions_are_refused_on_all_ranks) {
+  Group group({1, 1});
+  auto data = numbers(2, 1000);
+  const auto before = data;
+  for (const auto& error :
+       group.run("all_reduce", 1024, [&](HostGroup& on, const Operation& operation, std::size_t rank) {
+         transport::all_reduce(on, operation, bytes(data[rank]), 1000, Dtype::kFloat32, Op::kSum, nullptr,
+                               nullptr, {rank == 0 ? Compression::kInt8 : Compression::kNone});
+       }))
+    CHECK(error.find("rank 0 made all_reduce of 1000 x float32, SUM, with compression int8; rank 1 made "
+                     "all_reduce of 1000 x float32, SUM.") != std::string::npos);
+  CHECK(data == before);
 }
 
 TEST(pieces_are_summed_in_the_network) {

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from torchrelay import _native
-from torchrelay._native import Dtype, Kind, Op, Ticket, Transfer
+from torchrelay._native import Compression, Dtype, Kind, Op, Ticket, Transfer
 
 __all__ = [
     "ANY_RANK",
     "CODES",
     "Collective",
+    "Compression",
     "Group",
     "Kind",
     "Op",
@@ -43,6 +44,10 @@ class Collective(NamedTuple):
     ``all_reduce`` may have another input. Other collectives have one tensor on one side, and one
     for each rank on the other; ``all_to_all`` on both. Where there is a root, only it has those for
     each rank. The sizes of the gathering ones may differ between ranks.
+
+    Between hosts, a reduction is encoded with ``compression``. ``lost``, of an ``all_reduce``, has
+    a float32 for each element: it gets what this rank's encodings lost of the sum, and keeps its
+    values elsewhere.
     """
 
     kind: Kind
@@ -50,6 +55,8 @@ class Collective(NamedTuple):
     outputs: Sequence[Tensor] = ()
     op: Op = Op.SUM
     root: int = -1
+    compression: Compression | None = None
+    lost: Tensor | None = None
 
 
 class Group:
@@ -121,10 +128,13 @@ class Group:
         self.native.close()
 
     def _encoded(self, call: Collective) -> _native.Collective:
-        kind, inputs, outputs, op, root = call
+        kind, inputs, outputs, op, root, compression, lost = call
         tensors = outputs or inputs
         dtype = code(tensors[0].dtype) if tensors else 0
-        return _native.Collective(kind, _blocks(inputs), _blocks(outputs), dtype, op, root)
+        encoded = _native.Collective(kind, _blocks(inputs), _blocks(outputs), dtype, op, root)
+        if compression is not None:
+            encoded.compress(compression, 0 if lost is None else lost.data_ptr())
+        return encoded
 
 
 def _blocks(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:

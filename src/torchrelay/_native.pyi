@@ -270,12 +270,26 @@ class Kind(enum.Enum):
 
     coalesced = 10
 
+class Compression(enum.Enum):
+    """How sums are encoded between hosts."""
+
+    none = 0
+
+    int8 = 1
+
+    bf16 = 2
+
 class Collective:
     """One rank's part in a collective."""
 
     def __init__(self, kind: Kind, inputs: Sequence[tuple[int, int]] = [], outputs: Sequence[tuple[int, int]] = [], code: int = 0, op: Op = Op.SUM, root: int = -1) -> None:
         """
         Of address and bytes of each block: all_reduce, reduce and broadcast have one output, which is the input too; all_reduce may have another input. `code` is that of the element type: of a reduction, a Dtype.
+        """
+
+    def compress(self, compression: Compression, lost: int = 0) -> None:
+        """
+        Encodes what a reduction sends to other hosts. `lost`, if not 0, is the address of a float32 for each element of an all_reduce: it gets what this rank's encodings lost of the sum, and keeps its values elsewhere.
         """
 
     def go_through(self, piece_bytes: int, start: Callable[[int, int, float], None], finish: Callable[[], Failure | None]) -> None:

@@ -259,6 +259,12 @@ class Aggregation(Section, name="aggregation"):
     timeout_threshold_increment: int = setting(
         100, "the threshold grows by this each time it is reached"
     )
+    compression: str = setting(
+        "none",
+        "how floating-point sums and averages (all_reduce, reduce, reduce_scatter) are sent to "
+        "other hosts: int8, with about a quarter of the bytes; bf16, with half; none: exactly",
+        allowed=("none", "int8", "bf16"),
+    )
     spin_us: int = setting(50, "how long a waiting rank spins before it sleeps")
     dummy_bandwidth: float = setting(
         0.0, "bandwidth in Mbit/s that the dummy data plane simulates; 0: unlimited"

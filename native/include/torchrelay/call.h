@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "torchrelay/reduce.h"
+#include "torchrelay/compression.h"
 
 namespace torchrelay {
 
@@ -30,11 +30,15 @@ inline constexpr const char* kKindNames[] = {"nothing",    "all_reduce", "reduce
 
 constexpr const char* name(Kind kind) noexcept { return kKindNames[static_cast<int>(kind)]; }
 
+constexpr bool is_reduction(Kind kind) noexcept {
+  return kind == Kind::kAllReduce || kind == Kind::kReduce || kind == Kind::kReduceScatter;
+}
+
 struct Call {
   Kind kind = Kind::kNone;
   std::uint8_t dtype = 0;
   Op op = Op::kSum;
-  std::uint8_t has_op = 0;
+  Compression compression = Compression::kNone;
   std::int32_t root = -1;
   // Elements of a reduction, bytes of a broadcast, a digest of coalesced calls; 0 where each pair of ranks
   // has its own size.
@@ -44,7 +48,8 @@ struct Call {
 };
 static_assert(sizeof(Call) == 16);
 
-Call reduction_call(Kind kind, std::size_t count, Dtype dtype, Op op, int root = -1);
+Call reduction_call(Kind kind, std::size_t count, Dtype dtype, Op op, int root = -1,
+                    Compression compression = Compression::kNone);
 // `code` is the caller's code of the element type.
 Call bytes_call(Kind kind, std::uint8_t code, int root = -1, std::size_t count = 0);
 

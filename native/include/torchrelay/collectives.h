@@ -24,6 +24,7 @@
 #include <span>
 #include <vector>
 
+#include "torchrelay/compression.h"
 #include "torchrelay/shared_group.h"
 #include "torchrelay/transport/transfer.h"
 
@@ -46,6 +47,7 @@ struct Collective {
   Op op = Op::kSum;
   int root = -1;
   std::shared_ptr<const NetworkSum> network{};  // of an all_reduce; null: hosts send each other their sums
+  Encoding encoding{};                          // of a reduction between hosts
 };
 
 // The call of a rank that makes several as one; its count is a digest of all that must be equal on all ranks.

@@ -6,7 +6,9 @@
 #include <memory>
 #include <new>
 #include <numeric>
+#include <optional>
 #include <string>
+#include <utility>
 
 #include "../shares.h"
 
@@ -273,11 +275,67 @@ void perform(HostGroup& group, const Operation& operation, Body body) {
   }
 }
 
+// What a step of a reduction sends and receives: elements as they are, or encoded where there is a codec.
+class Wire {
+ public:
+  struct Incoming {
+    Transfers transfers;
+    std::vector<std::pair<Block, Block>> encoded;  // and where its elements go
+  };
+
+  // Of at most `size_bytes` of elements at a time.
+  Wire(Round& round, const Codec* codec, Dtype dtype, std::size_t size_bytes)
+      : round_(&round),
+        codec_(codec),
+        item_(torchrelay::size_bytes(dtype)),
+        piece_bytes_(codec == nullptr ? 0 : codec->size_bytes(size_bytes / item_)) {}
+
+  // What was encoded before is not used any more.
+  void begin() { used_ = 0; }
+
+  // What to send for `elements`; `lost` as for Codec.
+  Block encoded(Block elements, float* lost = nullptr) {
+    if (codec_ == nullptr || elements.size_bytes == 0) return elements;
+    const Block out = reserve(elements);
+    codec_->encode(elements.data, elements.size_bytes / item_, out.data, lost);
+    return out;
+  }
+
+  void decode(Block encoded, Block elements) const {
+    if (encoded.data != elements.data)
+      codec_->decode(encoded.data, elements.size_bytes / item_, elements.data);
+  }
+
+  void receive(Incoming& incoming, int source, std::int64_t tag, Block elements) {
+    const Block from = codec_ == nullptr || elements.size_bytes == 0 ? elements : reserve(elements);
+    round_->receive(incoming.transfers, source, tag, from);
+    incoming.encoded.emplace_back(from, elements);
+  }
+
+  void finish(Incoming& incoming) {
+    round_->finish(incoming.transfers);
+    for (const auto& [from, elements] : incoming.encoded) decode(from, elements);
+    incoming.encoded.clear();
+  }
+
+ private:
+  Block reserve(Block elements) {
+    if (used_ == pieces_.size()) pieces_.push_back(round_->scratch(piece_bytes_));
+    return {pieces_[used_++], codec_->size_bytes(elements.size_bytes / item_)};
+  }
+
+  Round* round_;
+  const Codec* codec_;
+  std::size_t item_, piece_bytes_, used_ = 0;
+  std::vector<std::byte*> pieces_;
+};
+
 // A reduction to all ranks, or to `root`, whose data alone change then. A message is cut in blocks, a block
 // in a share for each worker.
 class Reduction {
  public:
-  Reduction(Round& round, std::byte* data, std::size_t count, Dtype dtype, Op op, int root)
+  Reduction(Round& round, std::byte* data, std::size_t count, Dtype dtype, Op op, int root,
+            const Encoding& encoding)
       : round_(round),
         local_(round.local),
         at_(round.at),
@@ -289,6 +347,7 @@ class Reduction {
         kernel_(find_kernel(dtype, partial_)),
         root_host_(root < 0 ? kAllHosts : at_.host_of(root)),
         keeps_(root < 0 || root == at_.rank),
+        lost_(encoding.lost),
         workers_(at_.ranks[0].size()) {
     for (const auto& ranks : at_.ranks) workers_ = std::min(workers_, ranks.size());
     shares_ = {count * item_, at_.share_bytes * workers_, workers_};
@@ -300,6 +359,7 @@ class Reduction {
     const std::size_t used = std::min(at_.share_bytes, shares_.size);
     if (works())
       for (auto& stage : stages_) {
+        stage.wire.emplace(round, find_codec(encoding.compression, dtype, op), dtype, used);
         stage.parts = round.scratch(used * at_.ranks.size());
         stage.share = keeps_ ? nullptr : round.scratch(used);
       }
@@ -327,7 +387,9 @@ class Reduction {
   struct Stage {
     std::byte* parts = nullptr;
     std::byte* share = nullptr;  // where data keep their values
-    Transfers receiving_parts, receiving_sums, sent;
+    std::optional<Wire> wire;
+    Wire::Incoming parts_in, sums_in;
+    Transfers sent;
   };
 
   bool works() const { return round_.mine < workers_; }
@@ -345,6 +407,11 @@ class Reduction {
     const std::size_t count = share.size_bytes / item_, all = at_.ranks.size();
     const std::size_t from = count * host / all, to = count * (host + 1) / all;
     return {share.data + from * item_, (to - from) * item_};
+  }
+
+  // Where the losses of a part of the data go.
+  float* lost(Block part) const {
+    return lost_ == nullptr ? nullptr : lost_ + static_cast<std::size_t>(part.data - data_) / item_;
   }
 
   // Publishes the shares that other ranks of this host add up.
@@ -370,21 +437,22 @@ class Reduction {
                                                 : local_.slot(rank) + (span.start - block * shares_.block));
       kernel_(sources.data(), local_.size(), sum.data, sum.size_bytes / item_);
     }
+    now.wire->begin();
     std::byte* into = now.parts;
     const std::size_t kept = part_of(sum, round_.host).size_bytes;
     round_.for_other_hosts([&](std::size_t host) {
-      round_.receive(now.receiving_parts, counterpart(host), kParts, {into, kept});
+      now.wire->receive(now.parts_in, counterpart(host), kParts, {into, kept});
       into += kept;
       const Block away = part_of(sum, host);
-      round_.send(now.sent, counterpart(host), kParts, away);
+      round_.send(now.sent, counterpart(host), kParts, now.wire->encoded(away, lost(away)));
       // It comes after that host has got our part of it.
-      if (has_result(round_.host)) round_.receive(now.receiving_sums, counterpart(host), kSums, away);
+      if (has_result(round_.host)) now.wire->receive(now.sums_in, counterpart(host), kSums, away);
     });
   }
 
   void combine(std::size_t block) {
     Stage& now = stage(block);
-    round_.finish(now.receiving_parts);
+    now.wire->finish(now.parts_in);
     const Block kept = part_of(own(block), round_.host);
     if (kept.size_bytes == 0) return;
     std::vector<const std::byte*> sources;
@@ -396,13 +464,15 @@ class Reduction {
     const std::size_t count = kept.size_bytes / item_;
     kernel_(sources.data(), static_cast<int>(sources.size()), kept.data, count);
     if (divides_) divide(dtype_, kept.data, count, static_cast<int>(round_.size()));
+    const Block sum = now.wire->encoded(kept, lost(kept));
+    now.wire->decode(sum, kept);  // what the others get
     round_.for_other_hosts([&](std::size_t host) {
-      if (has_result(host)) round_.send(now.sent, counterpart(host), kSums, kept);
+      if (has_result(host)) round_.send(now.sent, counterpart(host), kSums, sum);
     });
   }
 
   void publish(std::size_t block) {
-    round_.finish(stage(block).receiving_sums);
+    stage(block).wire->finish(stage(block).sums_in);
     const Block sum = own(block);
     std::byte* result = local_.next_result(sum.size_bytes);
     if (round_.has_neighbours() && sum.size_bytes != 0) std::memcpy(result, sum.data, sum.size_bytes);
@@ -429,7 +499,8 @@ class Reduction {
   const bool divides_;
   const Kernel kernel_;
   const std::size_t root_host_;
-  const bool keeps_;  // the result
+  const bool keeps_;   // the result
+  float* const lost_;  // of an all_reduce; may be null
   std::size_t workers_;
   Shares shares_{};
   std::array<Stage, kPublish + 1> stages_;
@@ -461,19 +532,21 @@ void reduce_in_network(Round& round, std::byte* data, std::size_t count, Dtype d
 
 // The reduction of the ranks' payloads, in the order of the ranks. `data` is not written before all agree.
 void reduce_any(HostGroup& group, const Operation& operation, std::byte* data, std::size_t count, Dtype dtype,
-                Op op, const std::byte* source, int root, const NetworkSum* network) {
+                Op op, const std::byte* source, int root, const NetworkSum* network,
+                const Encoding& encoding) {
   const Kernel kernel = find_kernel(dtype, op);
   perform(group, operation, [&](Round& round) {
     const bool is_in_place = source == nullptr || source == data;
     const Block mine{is_in_place ? data : const_cast<std::byte*>(source), count * size_bytes(dtype)};
     const Kind kind = root < 0 ? Kind::kAllReduce : Kind::kReduce;
-    const auto payloads = round.agree({reduction_call(kind, count, dtype, op, root)}, mine, mine.size_bytes);
+    const Call call = reduction_call(kind, count, dtype, op, root, encoding.compression);
+    const auto payloads = round.agree({call}, mine, mine.size_bytes);
     if (count == 0) return;
     if (payloads.empty() && !is_in_place) std::memcpy(data, source, mine.size_bytes);
     if (network != nullptr && payloads.empty())
       reduce_in_network(round, data, count, dtype, op, *network);
     else if (payloads.empty())
-      Reduction(round, data, count, dtype, op, root).run();
+      Reduction(round, data, count, dtype, op, root, encoding).run();
     else if (root < 0 || root == round.at.rank)
       kernel(payloads.data(), static_cast<int>(payloads.size()), data, count);
   });
@@ -539,8 +612,10 @@ void agree_on_pairs(Round& round, const Sizes& sends, const Sizes& expects) {
 
 // The pieces of a reduce_scatter that are in progress.
 struct Scattered {
+  std::optional<Wire> wire;
   std::vector<std::byte*> sums, parts;
-  Transfers sent, received;
+  Transfers sent;
+  Wire::Incoming received;
 };
 
 }  // namespace
@@ -561,35 +636,37 @@ void HostGroup::require_whole() const {
 }
 
 void all_reduce(HostGroup& group, const Operation& operation, std::byte* data, std::size_t count, Dtype dtype,
-                Op op, const std::byte* source, const NetworkSum* network) {
-  reduce_any(group, operation, data, count, dtype, op, source, -1, network);
+                Op op, const std::byte* source, const NetworkSum* network, const Encoding& encoding) {
+  reduce_any(group, operation, data, count, dtype, op, source, -1, network, encoding);
 }
 
 void reduce(HostGroup& group, const Operation& operation, std::byte* data, std::size_t count, Dtype dtype,
-            Op op, int root) {
+            Op op, int root, Compression compression) {
   require_root(group, operation, root);
-  reduce_any(group, operation, data, count, dtype, op, nullptr, root, nullptr);
+  reduce_any(group, operation, data, count, dtype, op, nullptr, root, nullptr, {compression});
 }
 
 void reduce_scatter(HostGroup& group, const Operation& operation, const std::vector<std::byte*>& inputs,
-                    std::byte* output, std::size_t count, Dtype dtype, Op op) {
+                    std::byte* output, std::size_t count, Dtype dtype, Op op, Compression compression) {
   require_blocks(group, operation, inputs.size());
   const Op each_op = partial(op, dtype);
   const Kernel kernel = find_kernel(dtype, each_op);
   perform(group, operation, [&](Round& round) {
-    round.agree({reduction_call(Kind::kReduceScatter, count, dtype, op)});
+    round.agree({reduction_call(Kind::kReduceScatter, count, dtype, op, -1, compression)});
     const Hosts& at = round.at;
     const std::size_t item = size_bytes(dtype), size = count * item;
     const std::size_t limit = std::max<std::size_t>(1, at.piece_bytes / item) * item;
     const std::size_t width = std::min(limit, size), neighbours = round.here().size();
     if (round.has_neighbours()) group.count_shared(size * inputs.size());
     std::array<Scattered, 2> in_progress;
-    for (auto& each : in_progress)
+    for (auto& each : in_progress) {
+      each.wire.emplace(round, find_codec(compression, dtype, op), dtype, width);
       round.for_other_hosts([&](std::size_t host) {
         each.parts.push_back(round.scratch(width));
         for (std::size_t i = 0; round.has_neighbours() && i < at.ranks[host].size(); i += neighbours)
           each.sums.push_back(round.scratch(width));
       });
+    }
     const auto reduce_here = [&](const std::vector<std::byte*>& blocks, std::byte* into, std::size_t offset,
                                  std::size_t length) {
       std::vector<std::byte*> sources;
@@ -599,10 +676,11 @@ void reduce_scatter(HostGroup& group, const Operation& operation, const std::vec
     // Sends this host's sums of others' blocks to their owners.
     const auto start = [&](std::size_t offset, Scattered& now) {
       round.finish(now.sent);
+      now.wire->begin();
       const std::size_t length = std::min(limit, size - offset);
       auto part_at = now.parts.begin();
       round.for_other_hosts([&](std::size_t host) {
-        round.receive(now.received, round.counterpart(host, round.mine), kParts, {*part_at++, length});
+        now.wire->receive(now.received, round.counterpart(host, round.mine), kParts, {*part_at++, length});
       });
       auto sum = now.sums.begin();
       round.for_other_hosts([&](std::size_t host) {
@@ -615,13 +693,14 @@ void reduce_scatter(HostGroup& group, const Operation& operation, const std::vec
           const std::size_t own = first + round.mine;
           std::byte* into = blocks[0] + offset;
           if (round.has_neighbours()) reduce_here(blocks, into = *sum++, offset, length);
-          if (own < owners.size()) round.send(now.sent, owners[own], kParts, {into, length});
+          if (own < owners.size())
+            round.send(now.sent, owners[own], kParts, now.wire->encoded({into, length}));
         }
       });
       reduce_here(round.here(inputs), output + offset, offset, length);
     };
     const auto end = [&](std::size_t offset, Scattered& now) {
-      round.finish(now.received);
+      now.wire->finish(now.received);
       const std::size_t elements = std::min(limit, size - offset) / item;
       std::vector<const std::byte*> sources;
       auto part_at = now.parts.begin();

@@ -9,8 +9,9 @@ It follows "Scaling Distributed Machine Learning with In-Network Aggregation" (S
 configured, through an aggregation switch. It supports all collectives, dtypes and reductions of
 c10d, with timeouts and errors that name the ranks concerned.
 
-Public: :func:`all_reduce_`, :class:`Options`, :func:`stats`, :class:`PlaneStats`,
-:class:`LinkStats`, :class:`SmlGroup`, :func:`register`.
+Public: :func:`all_reduce_`, :class:`Options`, :class:`CompressionState`,
+:func:`compression_hook`, :func:`stats`, :class:`PlaneStats`, :class:`LinkStats`,
+:class:`SmlGroup`, :func:`register`.
 """
 
 from __future__ import annotations
@@ -19,13 +20,24 @@ import atexit
 
 from torchrelay import _autoload, _telemetry
 from torchrelay.aggregation import _creation  # noqa: F401 - later, descriptors may be scarce
+from torchrelay.aggregation._compression import CompressionState, compression_hook
 from torchrelay.aggregation._group import LIVING, SmlGroup
 from torchrelay.aggregation._operator import all_reduce_
 from torchrelay.aggregation._options import Options
 from torchrelay.aggregation._plane import LinkStats, PlaneStats
 from torchrelay.aggregation._statistics import samples, stats
 
-__all__ = ["LinkStats", "Options", "PlaneStats", "SmlGroup", "all_reduce_", "register", "stats"]
+__all__ = [
+    "CompressionState",
+    "LinkStats",
+    "Options",
+    "PlaneStats",
+    "SmlGroup",
+    "all_reduce_",
+    "compression_hook",
+    "register",
+    "stats",
+]
 
 
 def register() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchrelay._group import ANY_RANK, Collective, Kind, Op, code
+from torchrelay._group import ANY_RANK, Collective, Compression, Kind, Op, code
 from torchrelay._torch import dispatches_itself, is_host_memory
 from torchrelay.aggregation import _calls as calls
 from torchrelay.aggregation._dtypes import SUMMED
@@ -88,6 +88,18 @@ class Collectives:
             calls.check_reduction(tensor.dtype, op)
             staging.add(Kind.all_reduce, (), [staging.inout(tensor, factor)], op)
         return self._run(staging, opts, tensors)
+
+    def compressed_sum(
+        self, tensor: torch.Tensor, compression: Compression, lost: torch.Tensor
+    ) -> dist.Work:
+        """Start to replace ``tensor``, dense float32 on the CPU, by its sum over all ranks,
+        encoded between hosts. ``lost`` as for :class:`Collective`.
+        """
+        call = Collective(Kind.all_reduce, (), [tensor], compression=compression, lost=lost)
+        self.count += 1
+        ticket = self.plane.run([call], self.timeout_s, False)
+        tickets = [] if ticket is None else [ticket]
+        return self.pending.keep(PendingWork(tickets, [tensor, lost], None))
 
     def _sum_sparse(self, tensors: Tensors, op: Op, timeout_s: float) -> None:
         """Replace the tensors (COO, of any number of sparse and dense dimensions) by their sums

@@ -44,7 +44,7 @@ class DummyPlane:
         self.run([Collective(Kind.all_reduce, (source,), (output,), op)], timeout_s, True)
 
     def _compute(self, call: Collective) -> None:
-        kind, sources, outputs, op, root = call
+        kind, sources, outputs, op, root, *_ = call
         if kind in _PER_RANK and sources:
             sources = sources[self._rank :][:1]
         if len(sources) == 1:  # each rank's own, for all

@@ -14,7 +14,7 @@ from torch import Tensor
 from torchrelay import _native, _torch, config
 from torchrelay._addresses import address_for_peers
 from torchrelay._communicators import hosts_of, open_between, open_local
-from torchrelay._group import Collective, Group, Kind, Op
+from torchrelay._group import Collective, Compression, Group, Kind, Op
 from torchrelay.aggregation._plane import LinkStats, PlaneStats
 from torchrelay.aggregation._switch_transport import SwitchTransport, join, terms
 from torchrelay.config import Aggregation
@@ -31,6 +31,10 @@ _logger = logging.getLogger("torchrelay.aggregation")
 # The payload in each rank's record: of all ranks' together, at least and at most.
 _TABLE_BYTES = 16384
 _LEAST_INLINE_BYTES, _MOST_INLINE_BYTES = 256, 2048
+_COMPRESSION_AND_SWITCH = (
+    "sml: a switch adds integers of its own, which it has quantized already, so its sums are not "
+    "compressed; use the switch or compression, but not both"
+)
 
 
 class ShmPlane(Group):
@@ -64,9 +68,10 @@ class HostsPlane(Group):
         PeerLostError: a rank died meanwhile.
         UnavailableError: a rank cannot be reached from other hosts, or the switch does not answer;
             on every rank.
-        ConfigError: there is a key, which does not encrypt what goes through a switch; on every
-            rank.
-        MismatchError: the ranks have different keys, or settings for the switch; on every rank.
+        ConfigError: there is a key, which does not encrypt what goes through a switch, or a switch
+            and compression; on every rank.
+        MismatchError: the ranks have different keys, or settings for the switch or compression; on
+            every rank.
     """
 
     def __init__(
@@ -85,6 +90,7 @@ class HostsPlane(Group):
         super().__init__(open_local(meeting.among(here), timeout_s, settings))
         self._origin, self._closing = _native.Origin(), threading.Lock()
         self._switch: SwitchTransport | None = None
+        self._compression = Compression[settings.compression]
         open_between(
             meeting,
             hosts,
@@ -94,7 +100,7 @@ class HostsPlane(Group):
             timeout_s,
             inline_bytes=_inline_bytes(meeting.size, bool(settings.switch)),
             on_failure=self._wake,
-            agreed={"the use of a switch": terms(settings)},
+            agreed={"the use of a switch": terms(settings), "compression": settings.compression},
         )
         try:
             if settings.switch and read_key(sockets) and not settings.unencrypted_switch:
@@ -103,6 +109,8 @@ class HostsPlane(Group):
                     "read, so what goes through it is not encrypted; use none, or allow it with "
                     "TORCHRELAY_AGGREGATION_UNENCRYPTED_SWITCH=1"
                 )
+            if settings.switch and self._compression is not Compression.none:
+                raise ConfigError(f"{meeting.name}, {_COMPRESSION_AND_SWITCH}")
             if settings.switch:
                 leaders = [ranks[0] for ranks in hosts]
                 client = join(meeting, leaders, settings, timeout_s)
@@ -124,13 +132,18 @@ class HostsPlane(Group):
             )
 
     def all_reduce(self, output: Tensor, source: Tensor, op: Op, timeout_s: float) -> None:
-        if self._switch is None:
+        if self._switch is None and self._compression is Compression.none:
             return super().all_reduce(output, source, op, timeout_s)
         self.run([Collective(Kind.all_reduce, (source,), (output,), op)], timeout_s, True)
         return None
 
     def _encoded(self, call: Collective) -> _native.Collective:
-        encoded, switch = super()._encoded(call), self._switch
+        switch = self._switch
+        if call.compression is None:
+            call = call._replace(compression=self._compression)
+        elif switch is not None:
+            raise ConfigError(_COMPRESSION_AND_SWITCH)
+        encoded = super()._encoded(call)
         if call.kind is Kind.all_reduce and switch is not None:
             (output,) = call.outputs
             if switch.takes(output.dtype, call.op):

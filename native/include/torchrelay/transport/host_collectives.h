@@ -18,6 +18,10 @@
 // Before a collective moves any bytes, all ranks agree on it: every rank gets the records of all. A payload
 // that fits in the records needs no other step. The order of addition depends on the placement and the size
 // alone: results have the same bits every time, on all ranks.
+//
+// A reduction may encode what leaves a host (compression.h): the host that adds a part up encodes the sum
+// too, and keeps what the others decode. An element's error is at most that of each other host's sum and that
+// of the total. A payload in the records is not encoded.
 #pragma once
 
 #include <atomic>
@@ -72,11 +76,13 @@ class HostGroup {
 
 // As in collectives.h.
 void all_reduce(HostGroup& group, const Operation& operation, std::byte* data, std::size_t count, Dtype dtype,
-                Op op, const std::byte* source = nullptr, const NetworkSum* network = nullptr);
+                Op op, const std::byte* source = nullptr, const NetworkSum* network = nullptr,
+                const Encoding& encoding = {});
 void reduce(HostGroup& group, const Operation& operation, std::byte* data, std::size_t count, Dtype dtype,
-            Op op, int root);
+            Op op, int root, Compression compression = Compression::kNone);
 void reduce_scatter(HostGroup& group, const Operation& operation, const std::vector<std::byte*>& inputs,
-                    std::byte* output, std::size_t count, Dtype dtype, Op op);
+                    std::byte* output, std::size_t count, Dtype dtype, Op op,
+                    Compression compression = Compression::kNone);
 void broadcast(HostGroup& group, const Operation& operation, Block data, std::uint8_t code, int root);
 void all_gather(HostGroup& group, const Operation& operation, Block input, const std::vector<Block>& outputs,
                 std::uint8_t code);
