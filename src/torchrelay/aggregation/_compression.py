@@ -88,7 +88,7 @@ class CompressionState:
             ]
             lost = torch.cat(parts)
             self._buckets[bucket.index()] = names, lost
-            self._lost.update(zip(names, lost.split(sizes), strict=True))
+            self._lost.update(zip(names, torch.split(lost, sizes), strict=True))
         return lost
 
 
