@@ -343,6 +343,17 @@ class Switching(Section, name="switching"):
     start_timeout_s: float = setting(
         120.0, "how long a worker may take to start, or to build a model"
     )
+    slice_s: float = setting(
+        0.25,
+        "how long a model that generates has the device while others of its priority wait for it",
+        minimum=0.0,
+    )
+    stash_bytes: int = setting(
+        8 << 30,
+        "what the keys and values of sequences may take in host memory while other models run; "
+        "beyond that, the oldest are dropped and computed again",
+        minimum=0,
+    )
     grouping: str = setting(
         "best",
         "how layers are grouped for copying; one group, or one for each layer, is for comparison",

@@ -35,8 +35,8 @@ PUBLIC = {
     "parameters": "Embedding EmbeddingBag IntentLoader KeyInit Metrics Table TableOptimizer"
     " TableWeight UpdateRule optim",
     "parameters.optim": "adagrad adam add rowwise_adagrad sgd",
-    "switching": "Client InputSpec ModelStore Region Reply SharedCache StoredModel"
-    " Switcher TrainingHandle TrainingTask",
+    "switching": "Client GenerateOptions InputSpec ModelStore Region Reply SharedCache StoredModel"
+    " Switcher Token TokenStream TrainingHandle TrainingTask",
     "training": "AnyPrecisionAdamW GossipGraDState SlowMoState SlowMomentumOptimizer"
     " GossipTopology get_num_modules gossip_grad_hook slowmo_hook",
 }

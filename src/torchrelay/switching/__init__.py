@@ -10,12 +10,15 @@ from torchrelay.switching._switcher import Switcher
 from torchrelay.switching.daemon._queue import Reply
 from torchrelay.switching.daemon._scheduler import TrainingHandle
 from torchrelay.switching.device._cache import Region, SharedCache
+from torchrelay.switching.generate._models import GenerateOptions
+from torchrelay.switching.generate._stream import Token, TokenStream
 from torchrelay.switching.http._client import Client
 from torchrelay.switching.models._store import InputSpec, ModelStore, StoredModel
 from torchrelay.switching.worker._training import TrainingTask
 
 __all__ = [
     "Client",
+    "GenerateOptions",
     "InputSpec",
     "ModelStore",
     "Region",
@@ -23,6 +26,8 @@ __all__ = [
     "SharedCache",
     "StoredModel",
     "Switcher",
+    "Token",
+    "TokenStream",
     "TrainingHandle",
     "TrainingTask",
 ]

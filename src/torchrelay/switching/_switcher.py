@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import fields, replace
 from functools import partial
@@ -36,6 +36,10 @@ from torchrelay.switching.daemon._served import Served
 from torchrelay.switching.device._cache import SharedCache
 from torchrelay.switching.device._contract import WorkerLink, align
 from torchrelay.switching.device._host import HostLink
+from torchrelay.switching.generate._messages import Emitted
+from torchrelay.switching.generate._prompts import ids_of, sampling_of, text_after
+from torchrelay.switching.generate._sequences import Sequence as TokenSequence
+from torchrelay.switching.generate._stream import TokenStream
 from torchrelay.switching.models._factory import Factory
 from torchrelay.switching.models._store import ModelStore, StoredModel
 from torchrelay.switching.models._tensors import check_mode, check_tensors
@@ -251,6 +255,67 @@ class Switcher(Resource):
             except BaseException:
                 future.cancel()  # after Ctrl-C it would still run
                 raise
+
+    def generate(
+        self,
+        name: str,
+        prompt: str | Sequence[int],
+        *,
+        max_tokens: int | None = None,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        seed: int = 0,
+        stop: Sequence[str] = (),
+        ignore_eos: bool = False,
+        logprobs: int | None = None,
+        priority: int = 0,
+    ) -> TokenStream:
+        """Return the continuation of `prompt`, an iterator of tokens as they are generated.
+
+        Models take turns between two tokens; what is generated does not depend on that. Closing or
+        dropping the iterator ends the sequence.
+
+        Args:
+            prompt: a text, if the model has a tokenizer, or its tokens.
+            max_tokens: None: as many as the context has room for.
+            temperature: 0: always the likeliest token.
+            top_p, top_k: draw of the likeliest tokens only: those of so much probability, so many;
+                0: of all.
+            seed: of the random numbers; the same one gives the same text.
+            stop: texts that end it, and are not part of it.
+            ignore_eos: go on after the token that ends a text.
+            logprobs: return the log-probability of each token, and of so many of the likeliest.
+            priority: from -1000 to 1000. A model with a sequence of higher priority goes first.
+
+        Raises:
+            ArgumentError: an argument is wrong, or the model does not generate.
+            NotFoundError: the model is not loaded.
+            OverloadedError: `queue_limit` sequences are there.
+            UnsupportedError: the model has no tokenizer.
+        """
+        _check_priority(priority)
+        model = self.stored(name) or self._store.get(name)
+        sampling = sampling_of(
+            model,
+            len(ids := ids_of(model, prompt)),
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            seed=seed,
+            ignore_eos=ignore_eos,
+            logprobs=logprobs,
+        )
+        events = SimpleQueue[Emitted | Exception]()
+        text = text_after(model, stop)
+        sequence = TokenSequence(name, ids, sampling, events.put, priority)
+        self._owner.call(lambda: self._daemon.generate(sequence))
+        return TokenStream(sequence, events, text, self._end_sequence)
+
+    def _end_sequence(self, sequence: TokenSequence) -> None:
+        if not self._owner.is_foreign:
+            self._owner.post(lambda: self._daemon.generation.cancel(sequence))
 
     def train(
         self,

@@ -45,6 +45,7 @@ class Catalog:
     costs: Costs
     options: Switching
     models: dict[str, Served] = field(default_factory=dict)
+    on_failed: Callable[[str, TorchRelayError], None] = lambda name, error: None
     _leaving: dict[str, list[StoredModel]] = field(default_factory=dict, init=False)
     _builds: dict[WorkerProcess, Served] = field(default_factory=dict, init=False)
 
@@ -231,7 +232,8 @@ class Catalog:
             self._fail_requests(served, error)
 
     def _fail_requests(self, served: Served, error: TorchRelayError) -> None:
-        """Fail the model's waiting requests."""
+        """Fail the model's waiting requests, and its sequences."""
+        self.on_failed(served.name, error)
         for request in self.queue:
             if request.model == served.name:
                 self.queue.remove(request)

@@ -19,8 +19,11 @@ from torchrelay.switching.daemon._queue import Request, RequestQueue
 from torchrelay.switching.daemon._residency import Residency
 from torchrelay.switching.daemon._scheduler import TrainingHandle, TrainingScheduler
 from torchrelay.switching.daemon._served import Served, State
+from torchrelay.switching.daemon._shares import Shares
 from torchrelay.switching.device._cache import SharedCache
 from torchrelay.switching.device._contract import WorkerLink
+from torchrelay.switching.generate._scheduler import SliceScheduler
+from torchrelay.switching.generate._sequences import Sequence
 from torchrelay.switching.models._code import digest_of
 from torchrelay.switching.models._store import ModelStore, StoredModel
 
@@ -36,6 +39,9 @@ COUNTERS = {
     "copied_bytes": "Bytes copied to the arena",
     "evicted_groups": "Groups evicted from the arena",
     "prefetches": "Models copied ahead of their request",
+    "tokens": "Tokens generated",
+    "slices": "Times that a model that generates had the device",
+    "recomputed_tokens": "Tokens computed again because their keys and values were lost",
 }
 
 _EXIT_S = 5.0  # how long workers may take to exit
@@ -72,7 +78,14 @@ class Daemon:
         self.training = TrainingScheduler(self.fleet)
         parts = self.queue, self.residency, self.fleet
         self.catalog = Catalog(self.owner, *parts, link, costs, options)
-        self.dispatcher = Dispatcher(self.catalog, *parts, self.counts, options)
+        shares = Shares()
+        self.dispatcher = Dispatcher(self.catalog, *parts, shares, self.counts, options)
+        self.generation = SliceScheduler(
+            self.catalog, self.residency, self.fleet, shares, self.counts, options
+        )
+        self.catalog.on_failed = self.generation.fail_model
+        self.residency.on_arrived = self._on_arrived
+        self.residency.on_failed = self._on_copy_failed
 
     def add_model(self, model: StoredModel, priority: int) -> Future[None]:
         """Serve `model`; the future is done when a request can run."""
@@ -95,6 +108,22 @@ class Daemon:
         except TorchRelayError as error:
             self.counts["rejected"] += 1
             self.dispatcher.fail([request], error)
+
+    def generate(self, sequence: Sequence) -> None:
+        """Take a sequence to generate.
+
+        Raises:
+            ArgumentError: its prompt is not one of the model, which must be one that generates.
+            NotFoundError, OverloadedError, UnavailableError: as of a request.
+        """
+        try:
+            self._check_open()
+            self._check_model(sequence.model)
+            sequence.check(self.catalog.models[sequence.model].model)
+            self.generation.submit(sequence)
+        except TorchRelayError:
+            self.counts["rejected"] += 1
+            raise
 
     def forget(self, request: Request) -> None:
         """Remove a cancelled request."""
@@ -125,9 +154,9 @@ class Daemon:
         if self.is_draining and self._is_drained():
             self._end(UnavailableError("the switcher was closed before it was done"))
             return math.inf
-        self.catalog.retire(self.dispatcher.model)
+        self.catalog.retire(self.dispatcher.model or self.generation.model)
         self.residency.report_dropped()
-        self.catalog.build(self.training.pause)
+        self.catalog.build(self._make_way)
         for request, error in self.queue.take_expired():
             self.counts["expired"] += 1
             self.dispatcher.fail([request], error)
@@ -136,17 +165,34 @@ class Daemon:
         broken = self.fleet.broken
         if broken is not None:
             self.catalog.fail_all(broken)
-        self.dispatcher.start_next(self.training.pause)
-        if self.dispatcher.run is not None:
+        if self.dispatcher.run is None and self.generation.decide(
+            self.dispatcher.rank(), self.training.pause
+        ):
+            self.dispatcher.start_next(self.training.pause)
+        if self.dispatcher.run is not None or self.generation.slice is not None:
             self._prefetch()
-        elif not self.queue and not self.is_draining:
+        elif not (self.queue or self.generation.sequences or self.is_draining):
             self.training.start_next()
         return min(
+            self.generation.wakes_at,
             self.queue.next_deadline,
             self.fleet.next_check(),
             self.dispatcher.batch_starts_at,
             self._draining_until,
         )
+
+    def _make_way(self) -> None:
+        """Let whatever runs for long end soon, as a worker is needed."""
+        self.training.pause()
+        self.generation.pause()
+
+    def _on_arrived(self, model: str, group: int) -> None:
+        self.dispatcher.on_arrived(model, group)
+        self.generation.on_arrived(model, group)
+
+    def _on_copy_failed(self, model: str, error: Exception) -> None:
+        self.dispatcher.on_copy_failed(model, error)
+        self.generation.on_copy_failed(model, error)
 
     def _check_open(self) -> None:
         if self._ended is not None:
@@ -167,11 +213,12 @@ class Daemon:
 
     def _prefetch(self) -> None:
         """Copy the model of the next request while the running one computes, if there is space."""
-        if not self.queue or self.residency.is_copying:
+        if self.residency.is_copying:
             return
-        running = self.dispatcher.model
-        name = next((one.model for one in self.queue if one.model != running), None)
-        if name is None:
+        running = self.dispatcher.model or self.generation.model
+        queued = (one.model for one in self.queue if one.model != running)
+        name = next(queued, "") or self.generation.next_model()
+        if not name:
             return
         served = self.catalog.models[name]
         if self.catalog.can_run(served) and not self.residency.is_resident(served):
@@ -205,6 +252,7 @@ class Daemon:
                 }
                 for request in self.queue
             ],
+            "sequences": self.generation.status(),
             "training": [_task(task) for task in [self.training.running] if task is not None],
             "paused_training": [_task(task) for task in self.training.waiting],
             "link": {
@@ -240,14 +288,17 @@ class Daemon:
     # --- the end
 
     def _is_drained(self) -> bool:
-        busy = self.dispatcher.run or self.training.running or self.queue
-        return not busy or time.monotonic() >= self._draining_until
+        runs = self.dispatcher.run, self.training.running, self.generation.slice
+        is_busy = any(runs) or self.queue or self.generation.sequences
+        return not is_busy or time.monotonic() >= self._draining_until
 
     def _end(self, error: UnavailableError) -> None:
         self._ended = error
         run = self.dispatcher.run
         is_busy = run is not None or self.training.running is not None
+        is_busy = is_busy or self.generation.slice is not None
         self.catalog.fail_all(error)
+        self.generation.fail_all(error)
         self.dispatcher.fail(run.requests if run is not None else [], error)
         self.training.fail_all(error)
         self.fleet.close(timeout_s=0.0 if is_busy else _EXIT_S)

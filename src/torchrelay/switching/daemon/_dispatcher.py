@@ -29,6 +29,7 @@ from torchrelay.switching.daemon._fleet import Fleet, WorkerProcess
 from torchrelay.switching.daemon._queue import Reply, Request, RequestQueue, new_id
 from torchrelay.switching.daemon._residency import Pinned, Residency
 from torchrelay.switching.daemon._served import Served, State
+from torchrelay.switching.daemon._shares import Rank, Shares
 from torchrelay.switching.models._store import StoredModel
 from torchrelay.switching.worker import _messages
 
@@ -63,6 +64,7 @@ class Dispatcher:
     queue: RequestQueue
     residency: Residency
     fleet: Fleet
+    shares: Shares
     counts: Counter[str]
     options: Switching
     fills_batches: bool = True  # False: nothing more comes to join one
@@ -70,14 +72,17 @@ class Dispatcher:
     history: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_HISTORY))
     run: RunningBatch | None = field(default=None, init=False)  # what runs
 
-    def __post_init__(self) -> None:
-        self.residency.on_arrived = self._on_arrived
-        self.residency.on_failed = self._on_copy_failed
-
     @property
     def model(self) -> str:
         """The model of what runs, or ""."""
         return self.run.served.name if self.run is not None else ""
+
+    def rank(self) -> Rank | None:
+        """Return the rank of the first request that can run; None if there is none."""
+        for request in self.queue:
+            if self.catalog.can_run(self.catalog.models[request.model], request.is_profile):
+                return self.shares.rank(request.priority, request.model)
+        return None
 
     def start_next(self, pause_training: Callable[[], None]) -> None:
         """Start the first request that can run, if none does and a worker and space are free."""
@@ -112,13 +117,13 @@ class Dispatcher:
 
     # --- events
 
-    def _on_arrived(self, model: str, group: int) -> None:
+    def on_arrived(self, model: str, group: int) -> None:
         """Pass on that a group of a model is in place."""
         if self.run is not None and self.model == model:
             self.run.arrived[group] = time.monotonic()
             self.run.worker.send(_messages.GroupCopied(self.run.run_id, group))
 
-    def _on_copy_failed(self, model: str, error: Exception) -> None:
+    def on_copy_failed(self, model: str, error: Exception) -> None:
         """Fail the request whose model could not be copied."""
         if self.run is not None and self.model == model:
             text = f"copying model {model!r} to the arena failed: {error}"
@@ -208,6 +213,7 @@ class Dispatcher:
             self._fail_run(run, ArgumentError(text))
             return False
         self.run = run
+        self.shares.start(served.name)
         worker.work_for(self, self.options.run_timeout_s)
         worker.mapped.add(served.name)
         if builds:
@@ -230,6 +236,7 @@ class Dispatcher:
         run, self.run = self.run, None
         assert run is not None
         self.residency.arena.release(run.served.name)
+        self.shares.charge(run.served.name, time.monotonic() - run.started)
         return run
 
     def _reply(self, run: RunningBatch, result: _messages.Result) -> Reply:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
@@ -20,6 +19,7 @@ from torchrelay.errors import (
     StorageError,
     from_json,
 )
+from torchrelay.switching.daemon._descriptor import Descriptor
 from torchrelay.switching.daemon._fleet import Fleet, WorkerProcess
 from torchrelay.switching.daemon._queue import new_id
 from torchrelay.switching.daemon._reports import wait_reporting
@@ -50,7 +50,7 @@ class TrainingHandle:
     preemptions: int = 0
     _future: Future[dict[str, Any]] = field(default_factory=Future, init=False)
     # Of the daemon: the last state, if any; workers lost since then.
-    _state: _State | None = field(default=None, init=False)
+    _state: Descriptor | None = field(default=None, init=False)
     _losses: int = field(default=0, init=False)
     _is_cancelled: bool = field(default=False, init=False)
 
@@ -85,7 +85,7 @@ class TrainingHandle:
         see `save_every`.
         """
         saved = self._state
-        return None if saved is None else read_state(saved.descriptor)["task"]
+        return None if saved is None else read_state(saved.number)["task"]
 
     def save(self, file: str | Path) -> None:
         """Write the last saved state, with its step and random states, to `file`, from which
@@ -104,7 +104,7 @@ class TrainingHandle:
         temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
         try:
             with (
-                open(f"/proc/self/fd/{saved.descriptor}", "rb") as source,
+                open(f"/proc/self/fd/{saved.number}", "rb") as source,
                 temporary.open("wb") as target,
             ):
                 shutil.copyfileobj(source, target, _COPY_BYTES)
@@ -122,8 +122,8 @@ class TrainingHandle:
     def _resume(self, file: str | Path) -> None:
         """Start from the state in `file`."""
         try:
-            self._state = _State(os.open(file, os.O_RDONLY | os.O_CLOEXEC))
-            self.step = read_state(self._state.descriptor)["step"]
+            self._state = Descriptor(os.open(file, os.O_RDONLY | os.O_CLOEXEC))
+            self.step = read_state(self._state.number)["step"]
         except Exception as error:
             raise StorageError(f"{file} is no state of TrainingHandle.save(): {error}") from error
         if not self.step < self.steps:
@@ -131,7 +131,7 @@ class TrainingHandle:
 
     def _advance(self, step: int, descriptor: int) -> None:
         """Replace the state by a newer one."""
-        self._state, self.step, self._losses = _State(descriptor), step, 0
+        self._state, self.step, self._losses = Descriptor(descriptor), step, 0
 
     def _finish(self) -> None:
         """Set the future to the state."""
@@ -146,14 +146,6 @@ class TrainingHandle:
         """Set the future to `error`, unless it is done."""
         if not self.done:
             self._future.set_exception(error)
-
-
-class _State:
-    """A saved state, in a file that is open as long as this lives."""
-
-    def __init__(self, descriptor: int) -> None:
-        self.descriptor = descriptor
-        weakref.finalize(self, os.close, descriptor).atexit = False
 
 
 class TrainingScheduler:
@@ -189,7 +181,7 @@ class TrainingScheduler:
         self._run_id = new_id()
         self.running, self._worker, self._is_pausing = task, worker, False
         train = _messages.Train(self._run_id, task.name, task.factory, task.steps, task.save_every)
-        worker.send(train, [] if task._state is None else [task._state.descriptor])
+        worker.send(train, [] if task._state is None else [task._state.number])
 
     def pause(self) -> None:
         """Pause the running task at the end of its step."""

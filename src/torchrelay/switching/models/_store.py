@@ -29,6 +29,13 @@ from torchrelay.errors import (
     to_json,
 )
 from torchrelay.switching.device._contract import align
+from torchrelay.switching.generate._models import (
+    GenerateOptions,
+    Generating,
+    generating,
+    snapshot_factory,
+    snapshot_module,
+)
 from torchrelay.switching.models._code import digest_of
 from torchrelay.switching.models._factory import Factory, hidden_tensors
 from torchrelay.switching.models._layout import ModelLayout, ModelStorage, layout_of
@@ -130,6 +137,7 @@ class StoredModel:
     max_batch_size: int = 0
     max_delay_us: int = 0
     version: int = 0
+    generating: Generating | None = None  # of a model that generates
 
     @cached_property
     def specs(self) -> dict[str, InputSpec]:
@@ -194,15 +202,16 @@ class ModelStore(Resource):
     def add(
         self,
         name: str,
-        factory: Callable[..., torch.nn.Module] | str,
+        factory: Callable[..., torch.nn.Module] | str | None = None,
         *,
         kwargs: Mapping[str, Any] | None = None,
-        inputs: Mapping[str, InputLike],
+        inputs: Mapping[str, InputLike] | None = None,
         weights: str | Path | None = None,
         weights_prefix: str = "",
         seed: int = 0,
         max_batch_size: int = 0,
         max_delay_us: int = 0,
+        generate: bool | GenerateOptions = False,
         replace: bool = False,
     ) -> StoredModel:
         """Build a model and keep it.
@@ -225,6 +234,9 @@ class ModelStore(Resource):
             max_batch_size: requests that wait and whose inputs differ in their first dimension only
                 run as one, up to this size of that dimension; 0: each runs by itself.
             max_delay_us: how long a request may wait for others to fill its batch.
+            generate: whether it is a causal language model of transformers for
+                :meth:`Switcher.generate`, and how that is served. Without a factory, `weights` is
+                the folder of a Hugging Face snapshot. `inputs` are known.
             replace: replace the model of this name, if there is one.
 
         Raises:
@@ -237,6 +249,8 @@ class ModelStore(Resource):
         check_name(name)
         if not replace:
             self._check_new(name)
+        if generate and inputs is None:
+            inputs = {"input_ids": (torch.int64, (-1, -1), (1, 8))}
         if not isinstance(inputs, Mapping) or not inputs:
             raise ArgumentError(
                 f"model {name!r} needs its inputs, as a dict: a name and an example for each"
@@ -244,19 +258,36 @@ class ModelStore(Resource):
         specs = tuple(_input_spec(key, value) for key, value in inputs.items())
         _report_fixed(name, inputs)
         _check_batching(name, specs, max_batch_size, max_delay_us)
+        # Not resolved: a link may lack the suffix.
+        folder = None if weights is None else Path(weights).expanduser().absolute()
         with naming(f"model {name!r}"):
-            made = Factory.of(factory, kwargs, seed)
-            module = made.build_module()
-        if weights is not None:
-            _load_weights(name, module, weights, weights_prefix)
+            if factory is not None:
+                made = Factory.of(factory, kwargs, seed)
+                module = made.build_module()
+            elif generate and folder is not None:
+                made = snapshot_factory(folder, seed)
+                module = snapshot_module(made, folder)
+            else:
+                raise ArgumentError(
+                    "name a factory; only a model that generates can be without, if weights is the "
+                    "folder of a snapshot"
+                )
+        if factory is not None and folder is not None:
+            _load_weights(name, module, folder, weights_prefix)
         with naming(f"model {name!r}"):
             layout, storages = layout_of(module)
+            of_text = None
+            if generate:
+                options = generate if isinstance(generate, GenerateOptions) else GenerateOptions()
+                of_text = generating(name, module, options, folder)
         if weights is not None:
             _check_hidden(name, module, storages)
         *offsets, end_bytes = accumulate(map(align, layout.storages), initial=0)
         segment = Segment.create(max(end_bytes, 1), f"torchrelay-model-{name}"[:200])
         batching = max_batch_size, max_delay_us
-        model = StoredModel(name, made, layout, tuple(offsets), segment, specs, *batching)
+        model = StoredModel(
+            name, made, layout, tuple(offsets), segment, specs, *batching, generating=of_text
+        )
         for index, storage in enumerate(storages):
             model.storage(index).copy_(storage.bytes())
         with self._lock:
@@ -347,13 +378,10 @@ def _report_fixed(name: str, inputs: Mapping[str, InputLike]) -> None:
             )
 
 
-def _load_weights(
-    name: str, module: torch.nn.Module, weights: str | Path, weights_prefix: str
-) -> None:
-    """Load the file or folder `weights` into the model's `module`; errors name both."""
+def _load_weights(name: str, module: torch.nn.Module, path: Path, weights_prefix: str) -> None:
+    """Load the file or folder `path` into the model's `module`; errors name both."""
     from torchrelay import checkpoint  # noqa: PLC0415 - takes a moment to import
 
-    path = Path(weights).expanduser().absolute()  # not resolved: a link may lack the suffix
     with naming(f"model {name!r}, weights {path}"):
         checkpoint.load(module, path, prefix=weights_prefix, no_dist=True)
 

@@ -31,7 +31,7 @@ from torchrelay.switching.device._host import HostMemory
 from torchrelay.switching.models._layout import Grouped, layout_of
 from torchrelay.switching.models._store import StoredModel
 from torchrelay.switching.worker._binding import Binding
-from torchrelay.switching.worker._worker import _named
+from torchrelay.switching.worker._runner import _named
 
 TOKENS = torch.arange(24).reshape(2, 12)
 

@@ -1,0 +1,172 @@
+"""Models that generate: what serves them needs to know beside their weights."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchrelay.deferred import materialize_module
+from torchrelay.errors import ArgumentError, StorageError, UnavailableError, UnsupportedError
+from torchrelay.switching.generate._text import Tokenizer
+from torchrelay.switching.models._factory import Factory
+
+__all__ = [
+    "GenerateOptions",
+    "Generating",
+    "build",
+    "generating",
+    "snapshot_factory",
+    "snapshot_module",
+]
+
+_MAX_BATCH = 128  # descriptors of their stashes come in one message
+
+
+@dataclass(frozen=True)
+class GenerateOptions:
+    """How a model that generates is served.
+
+    Args:
+        max_context: the most tokens of a prompt and its continuation; 0: as many as the model has
+            positions for.
+        max_batch_size: how many sequences go through the model together.
+        kv_bytes: the most that the keys and values of these may take; 0: no limit.
+        weight: its share of the device's time, relative to other models that are in demand.
+
+    Raises:
+        ArgumentError: a value is out of bounds.
+    """
+
+    max_context: int = 0
+    max_batch_size: int = 8
+    kv_bytes: int = 0
+    weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.max_batch_size <= _MAX_BATCH:
+            raise ArgumentError(
+                f"max_batch_size={self.max_batch_size}: it must be from 1 to {_MAX_BATCH}"
+            )
+        if self.max_context < 0 or self.kv_bytes < 0 or not self.weight > 0:
+            raise ArgumentError(
+                f"max_context={self.max_context}, kv_bytes={self.kv_bytes}, weight={self.weight}: "
+                "the first two must be at least 0, the weight more"
+            )
+
+
+@dataclass(frozen=True)
+class Generating:
+    """What is known of a model that generates."""
+
+    options: GenerateOptions
+    max_context: int
+    vocabulary: int
+    eos: tuple[int, ...]
+    tokenizer: Tokenizer | None = field(default=None)
+
+    def text(self, name: str) -> Tokenizer:
+        """Return the tokenizer of model `name`.
+
+        Raises:
+            UnsupportedError: it has none.
+        """
+        if self.tokenizer is None:
+            raise UnsupportedError(
+                f"model {name!r} has no tokenizer: pass a list of token ids as the prompt"
+            )
+        return self.tokenizer
+
+
+def build(config: dict[str, Any]) -> torch.nn.Module:
+    """Build a model of transformers from what its `config.json` says."""
+    from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415 - an extra
+
+    build_from: Any = AutoModelForCausalLM.from_config
+    made: torch.nn.Module = build_from(AutoConfig.for_model(**config))
+    return made
+
+
+def snapshot_factory(folder: Path, seed: int) -> Factory:
+    """Return the factory of the model in a Hugging Face snapshot.
+
+    Raises:
+        StorageError: the folder has no readable `config.json`.
+        UnsupportedError: its model brings code of its own.
+    """
+    try:
+        config = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise StorageError(
+            f"{folder} is no snapshot of a model: {error}; name a folder with config.json, the "
+            "tokenizer and .safetensors files"
+        ) from error
+    if "auto_map" in config:
+        raise UnsupportedError(
+            f"{folder}: the model needs code of its own (auto_map), which is not run; write a "
+            "factory that builds it"
+        )
+    return Factory.of(build, {"config": config}, seed)
+
+
+def snapshot_module(made: Factory, folder: Path) -> torch.nn.Module:
+    """Build the model of a snapshot without values, and read them."""
+    from torchrelay import checkpoint  # noqa: PLC0415 - takes a moment to import
+
+    module = made.build_skeleton()
+    checkpoint.load(module, folder, no_dist=True)
+    materialize_module(module)  # what no checkpoint holds
+    return module
+
+
+def generating(
+    name: str, module: torch.nn.Module, options: GenerateOptions, folder: Path | None
+) -> Generating:
+    """Return what is known of `module`.
+
+    Raises:
+        UnavailableError: the `[generate]` extra is missing.
+        UnsupportedError: it is no language model of transformers that can be switched.
+    """
+    try:
+        from transformers import PreTrainedModel  # noqa: PLC0415 - an extra
+
+        from torchrelay.switching.generate._kv import check_cache  # noqa: PLC0415
+    except ImportError as error:
+        raise UnavailableError(
+            f"models that generate need the extra [generate]: pip install transformers ({error})"
+        ) from error
+    if not isinstance(module, PreTrainedModel) or not module.can_generate():
+        raise UnsupportedError(
+            f"model {name!r} is a {type(module).__name__}; only causal language models of "
+            "transformers generate"
+        )
+    check_cache(module.config)
+    text = module.config.get_text_config(decoder=True)
+    positions = int(getattr(text, "max_position_embeddings", 0) or 0)
+    max_context = options.max_context or positions or 4096
+    if positions and max_context > positions:
+        raise ArgumentError(
+            f"model {name!r} has {positions} positions, fewer than max_context={max_context}"
+        )
+    tokenizer = Tokenizer.of(folder) if folder is not None else None
+    eos = getattr(module.generation_config, "eos_token_id", None)
+    if folder is not None:
+        eos = _eos_of(folder, eos)
+    if eos is None and tokenizer is not None:
+        eos = tokenizer.eos
+    tokens = tuple(eos) if isinstance(eos, list | tuple) else () if eos is None else (int(eos),)
+    return Generating(options, max_context, int(text.vocab_size), tokens, tokenizer)
+
+
+def _eos_of(folder: Path, default: Any) -> Any:
+    """Return what the snapshot's `generation_config.json` says of the tokens that end a text."""
+    from transformers import GenerationConfig  # noqa: PLC0415 - an extra
+
+    try:
+        return GenerationConfig.from_pretrained(folder).eos_token_id or default
+    except OSError:  # there is none
+        return default

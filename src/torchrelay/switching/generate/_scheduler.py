@@ -1,0 +1,385 @@
+"""Sequences in the daemon: they run in slices, between which models take turns."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torchrelay.config import Switching
+from torchrelay.errors import ModelError, OverloadedError, SegmentError, TorchRelayError, from_json
+from torchrelay.switching.daemon._catalog import Catalog
+from torchrelay.switching.daemon._descriptor import Descriptor
+from torchrelay.switching.daemon._fleet import Fleet, WorkerProcess
+from torchrelay.switching.daemon._queue import new_id
+from torchrelay.switching.daemon._residency import Residency
+from torchrelay.switching.daemon._served import Served, State
+from torchrelay.switching.daemon._shares import Rank, Shares
+from torchrelay.switching.generate import _messages as generate
+from torchrelay.switching.generate._sequences import Sequence
+from torchrelay.switching.worker import _messages
+
+__all__ = ["SliceScheduler"]
+
+_MAX_LOSSES = 1  # workers that may die at the same token
+
+
+@dataclass(eq=False)
+class _Slice:
+    """Sequences of one model on a worker."""
+
+    run_id: int
+    worker: WorkerProcess
+    served: Served
+    sequences: dict[int, Sequence]
+    overlaps: bool  # it began while groups were missing
+    is_building: bool  # the worker still builds the module
+    started: float = field(default_factory=time.monotonic)
+    is_paused: bool = False
+
+    @property
+    def priority(self) -> int:
+        return max((one.priority for one in self.sequences.values()), default=-(1 << 30))
+
+
+class SliceScheduler:
+    """Runs the sequences of one model at a time."""
+
+    does = "generating"
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        residency: Residency,
+        fleet: Fleet,
+        shares: Shares,
+        counts: Counter[str],
+        options: Switching,
+    ) -> None:
+        self.sequences: dict[int, Sequence] = {}  # that have not ended, in the order of arrival
+        self.wakes_at = math.inf  # the end of the slice, if others wait for it
+        self.slice: _Slice | None = None
+        self._catalog = catalog
+        self._residency = residency
+        self._fleet = fleet
+        self._shares = shares
+        self._counts = counts
+        self._options = options
+        self._token_bytes: dict[str, int] = {}  # of models, once known
+
+    @property
+    def model(self) -> str:
+        """The model of the running slice, or ""."""
+        return self.slice.served.name if self.slice is not None else ""
+
+    def submit(self, sequence: Sequence) -> None:
+        """Take a sequence.
+
+        Raises:
+            OverloadedError: there are too many.
+        """
+        if len(self.sequences) >= self._options.queue_limit:
+            raise OverloadedError(
+                f"{len(self.sequences)} sequences are there, the limit; try again later"
+            )
+        self.sequences[sequence.sequence_id] = sequence
+        self._fill()
+
+    def cancel(self, sequence: Sequence) -> None:
+        """Forget a sequence that nobody wants, if it has not ended; it leaves at the next token."""
+        if sequence.sequence_id in self.sequences:
+            self._forget(sequence)
+            self._fill()
+
+    def fail_model(self, name: str, error: TorchRelayError) -> None:
+        """Fail all sequences of a model."""
+        for one in list(self.sequences.values()):
+            if one.model == name:
+                self._fail(one, error)
+
+    def fail_all(self, error: TorchRelayError) -> None:
+        for one in list(self.sequences.values()):
+            self._fail(one, error)
+
+    def decide(self, rival: Rank | None, make_way: Callable[[], None]) -> bool:
+        """Start a slice, or let the running one end; return whether `rival`, a request of another
+        kind that waits, may run.
+        """
+        self.wakes_at = math.inf
+        ranks = self._ranks()
+        run = self.slice
+        if run is not None:
+            others = [rank for name, rank in ranks.items() if name != run.served.name]
+            others += [] if rival is None else [rival]
+            if others and not run.is_paused:
+                priority, ends = -min(others)[0], run.started + self._options.slice_s
+                if priority > run.priority or (
+                    priority == run.priority and time.monotonic() >= ends
+                ):
+                    self.pause()
+                elif priority == run.priority:
+                    self.wakes_at = ends
+            return False
+        name = min(ranks, key=lambda one: ranks[one], default="")
+        if not name or (rival is not None and rival <= ranks[name]):
+            return True
+        self._start(self._catalog.models[name], make_way)
+        return False
+
+    def pause(self) -> None:
+        """End the running slice after its token."""
+        if self.slice is not None and not self.slice.is_paused:
+            self.slice.is_paused = True
+            self.slice.worker.send(generate.Pause(self.slice.run_id))
+
+    def next_model(self) -> str:
+        """Return the model that will run after the present one, or ""."""
+        ranks = self._ranks()
+        ranks.pop(self.model, None)
+        return min(ranks, key=lambda one: ranks[one], default="")
+
+    # --- events
+
+    def on_arrived(self, model: str, group: int) -> None:
+        """Pass on that a group of a model is in place."""
+        if self.slice is not None and self.model == model:
+            self.slice.worker.send(_messages.GroupCopied(self.slice.run_id, group))
+
+    def on_copy_failed(self, model: str, error: Exception) -> None:
+        """Fail the sequences whose model could not be copied."""
+        if self.slice is not None and self.model == model:
+            self.slice.worker.send(_messages.Stop(self.slice.run_id))
+            text = f"copying model {model!r} to the arena failed: {error}"
+            self.fail_model(model, SegmentError(text))
+
+    def on_message(self, worker: WorkerProcess, message: Any, descriptors: list[int]) -> None:
+        """Handle a message of the slice's worker."""
+        run = self.slice
+        assert run is not None
+        worker.due = time.monotonic() + worker.limit_s  # which is for one step
+        if isinstance(message, _messages.Built):
+            self._catalog.note_built(worker, message)
+            run.is_building = False
+            return
+        if isinstance(message, generate.Stepped | generate.SliceEnded):
+            self._note_stashed(run, message.stashed, descriptors)
+        if isinstance(message, generate.Stepped):
+            for one in message.emitted:
+                self._emit(run, one)
+            self._fill()
+            return
+        self._end_slice(run)
+        worker.last_model = run.served.name
+        worker.release()
+        if isinstance(message, _messages.Failed):
+            self._retry(run, from_json(message.error, ModelError))
+
+    def on_lost(self, worker: WorkerProcess) -> None:
+        """Continue the sequences elsewhere, each from its stash; fail one that this happens to
+        again and again.
+        """
+        run = self.slice
+        assert run is not None
+        self._end_slice(run)
+        if worker.broke_memory and run.overlaps:
+            run.served.runs_whole = True  # it may have read weights before they arrived
+        for one in run.sequences.values():
+            one.losses += 1
+        error = worker.loss(f"generated with model {run.served.name!r}")
+        self._retry(run, error, can_repeat=not worker.is_late)
+        if run.is_building:
+            self._catalog.note_lost_build(worker, run.served)
+
+    # --- slices
+
+    def _ranks(self) -> dict[str, Rank]:
+        """Return the ranks of the models that have sequences and can run."""
+        priorities: dict[str, int] = {}
+        for one in self.sequences.values():
+            priorities[one.model] = max(one.priority, priorities.get(one.model, one.priority))
+        models = self._catalog.models
+        return {
+            name: self._shares.rank(priority, name)
+            for name, priority in priorities.items()
+            if name in models and self._catalog.can_run(models[name])
+        }
+
+    def _start(self, served: Served, make_way: Callable[[], None]) -> None:
+        worker = self._fleet.idle(served.name)
+        make_way()
+        if worker is None:
+            return
+        pinned = self._residency.pin(served)
+        if pinned is None:
+            self._residency.cancel_copies(keep=served.name)
+            return
+        self._shares.start(served.name)
+        is_new = worker.loaded.get(served.name) != served.key
+        overlaps = bool(pinned.missing) and not served.runs_whole
+        run = self.slice = _Slice(new_id(), worker, served, {}, overlaps, is_new)
+        worker.work_for(self, self._options.run_timeout_s)
+        worker.mapped.add(served.name)
+        if is_new:
+            self._catalog.send_build(worker, served)
+        chosen = self._chosen(run)
+        work = generate.Generate(
+            run.run_id,
+            served.name,
+            pinned.offsets,
+            pinned.missing,
+            served.runs_whole,
+            [self._enter(run, one) for one in chosen],
+        )
+        worker.send(work, [one.stash.number for one in chosen if one.stash is not None])
+
+    def _fill(self) -> None:
+        """Let sequences join the running slice, if there is room."""
+        run = self.slice
+        if run is None or run.is_paused:
+            return
+        for one in self._chosen(run):
+            message = generate.Join(run.run_id, self._enter(run, one))
+            run.worker.send(message, [] if one.stash is None else [one.stash.number])
+
+    def _chosen(self, run: _Slice) -> list[Sequence]:
+        """Return the sequences that can run beside those of the slice."""
+        generating = run.served.model.generating
+        assert generating is not None
+        running = list(run.sequences.values())
+        waiting = [
+            one
+            for one in self.sequences.values()
+            if one.model == run.served.name and one.sequence_id not in run.sequences
+        ]
+        chosen: list[Sequence] = []
+        for one in sorted(waiting, key=lambda one: (-one.priority, one.sequence_id)):
+            others = running + chosen
+            is_alone = one.is_alone or any(other.is_alone for other in others)
+            if others and (
+                is_alone
+                or len(others) >= generating.options.max_batch_size
+                or not self._fits([*others, one], generating.options.kv_bytes)
+            ):
+                break
+            chosen.append(one)
+        return chosen
+
+    def _fits(self, sequences: list[Sequence], kv_bytes: int) -> bool:
+        """Return whether all that these may grow to takes at most `kv_bytes`."""
+        size = self._token_bytes.get(sequences[0].model)
+        tokens = sum(len(one.prompt) + one.sampling.max_tokens for one in sequences)
+        return not kv_bytes or (size is not None and tokens * size <= kv_bytes)
+
+    def _enter(self, run: _Slice, sequence: Sequence) -> generate.SequenceState:
+        """Add a sequence to the slice; return its state for the worker."""
+        run.sequences[sequence.sequence_id] = sequence
+        sequence.slices += 1
+        again = sequence.computed - sequence.stashed
+        sequence.recomputed += again
+        self._counts["recomputed_tokens"] += again
+        return sequence.state()
+
+    def _end_slice(self, run: _Slice) -> None:
+        self.slice = None
+        self._residency.arena.release(run.served.name)
+        generating = run.served.model.generating
+        assert generating is not None
+        seconds = time.monotonic() - run.started
+        self._shares.charge(run.served.name, seconds, generating.options.weight)
+        self._counts["slices"] += 1
+
+    # --- sequences
+
+    def _emit(self, run: _Slice, emitted: generate.Emitted) -> None:
+        """Pass on a token, unless nobody wants it any more."""
+        sequence = run.sequences.get(emitted.sequence_id)
+        if sequence is None:
+            return
+        sequence.tokens.append(emitted.token)
+        sequence.losses, sequence.is_alone = 0, False
+        self._counts["tokens"] += 1
+        if emitted.finished:
+            self._forget(sequence, is_known=True)
+        sequence.on_event(emitted)
+
+    def _note_stashed(
+        self, run: _Slice, stashed: list[generate.Stashed], descriptors: list[int]
+    ) -> None:
+        for one in stashed:
+            descriptor = None if one.shape is None else Descriptor(descriptors.pop(0))
+            sequence = run.sequences.get(one.sequence_id)
+            if sequence is not None:
+                sequence.note_stashed(one, descriptor)
+            if one.shape is not None:
+                self._token_bytes[run.served.name] = one.shape.token_bytes
+        self._limit_stashes(run)
+
+    def _limit_stashes(self, run: _Slice) -> None:
+        """Drop the oldest stashes of sequences that wait, if all take too much."""
+        taken = sum(one.stash_bytes for one in self.sequences.values())
+        waiting = [one for one in self.sequences.values() if one.sequence_id not in run.sequences]
+        for one in sorted(waiting, key=lambda one: one.stashed_at):
+            if taken <= self._options.stash_bytes:
+                return
+            if one.stash is not None:
+                taken -= one.stash_bytes
+                one.drop_stash()
+                self._drop_in_workers(one)
+
+    def _retry(self, run: _Slice, error: TorchRelayError, *, can_repeat: bool = False) -> None:
+        """Continue the sequences of a slice that failed: those of a batch each alone. One that was
+        alone is failed, unless the worker's death may have been no fault of its.
+        """
+        is_batch = len(run.sequences) > 1
+        for one in list(run.sequences.values()):
+            is_hopeless = one.losses > _MAX_LOSSES or not (is_batch or can_repeat)
+            if is_hopeless or run.served.state is State.LEAVING:
+                self._fail(one, error)
+            else:
+                one.is_alone = is_batch
+                self._counts["retried"] += 1
+
+    def _fail(self, sequence: Sequence, error: TorchRelayError) -> None:
+        self._counts["failed"] += 1
+        self._forget(sequence)
+        sequence.on_event(error)
+
+    def _forget(self, sequence: Sequence, *, is_known: bool = False) -> None:
+        """Let a sequence end; the worker of its slice may know already."""
+        self.sequences.pop(sequence.sequence_id, None)
+        run = self.slice
+        ran = run is not None and run.sequences.pop(sequence.sequence_id, None) is not None
+        if run is not None and ran and not is_known:
+            run.worker.send(generate.Leave(run.run_id, sequence.sequence_id))
+        self._drop_in_workers(sequence)
+        sequence.drop_stash()
+
+    def _drop_in_workers(self, sequence: Sequence) -> None:
+        """Let workers forget what they keep of a sequence that ran there before."""
+        for worker in self._fleet.workers:
+            runs = self.slice is not None and worker is self.slice.worker
+            if sequence.model in worker.loaded and sequence.slices and not runs:
+                worker.send(generate.Drop([sequence.sequence_id]))
+
+    def status(self) -> list[dict[str, Any]]:
+        """Return the sequences, as JSON values."""
+        running = {} if self.slice is None else self.slice.sequences
+        return [
+            {
+                "model": one.model,
+                "state": "running"
+                if one.sequence_id in running
+                else "stashed"
+                if one.stash is not None
+                else "waiting",
+                "priority": one.priority,
+                "prompt_tokens": len(one.prompt),
+                "tokens": len(one.tokens),
+                "stash_bytes": one.stash_bytes,
+                "slices": one.slices,
+            }
+            for one in self.sequences.values()
+        ]

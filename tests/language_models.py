@@ -1,0 +1,93 @@
+"""Small language models with random weights, and what transformers itself generates with them;
+workers build them by this file's name.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from typing import Any
+
+import torch
+
+__all__ = ["KINDS", "build", "build_faulty", "continuation", "prompt_of"]
+
+VOCABULARY = 200
+_SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 2048,
+    "initializer_range": 0.5,  # so that the likeliest token changes
+}
+#: Configurations by name: with grouped heads, tied weights, learned positions, a window.
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", _SIZES),
+    "qwen2": ("qwen2", {**_SIZES, "tie_word_embeddings": True}),
+    "gpt2": ("gpt2", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 2048}),
+    "mistral": ("mistral", {**_SIZES, "sliding_window": 12}),
+    "gemma2": ("gemma2", {**_SIZES, "sliding_window": 12}),  # every other layer has the window
+}
+
+
+def build(kind: str = "llama", eos: int | None = None) -> torch.nn.Module:
+    """Build a model of the seed that is set."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model_type, sizes = KINDS[kind]
+    tokens = {"bos_token_id": 1, "eos_token_id": eos, "pad_token_id": 0}
+    config = AutoConfig.for_model(model_type, vocab_size=VOCABULARY, **sizes, **tokens)
+    make: Any = AutoModelForCausalLM.from_config
+    module: torch.nn.Module = make(config)
+    for name, parameter in module.named_parameters():
+        if kind == "gpt2" and parameter.dim() > 1 and "wte" not in name:
+            torch.nn.init.normal_(parameter, std=0.5)
+    return module.eval()
+
+
+def prompt_of(seed: int, size: int = 20) -> list[int]:
+    """Return random tokens."""
+    draw = random.Random(seed)
+    return [draw.randrange(2, VOCABULARY) for _ in range(size)]
+
+
+def continuation(
+    kind: str, seed: int, prompt: list[int], count: int
+) -> tuple[list[int], list[float]]:
+    """Return what transformers itself generates, and the log-probabilities of its tokens."""
+    torch.manual_seed(seed)
+    module: Any = build(kind)
+    with torch.inference_mode():
+        made = module.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+            max_new_tokens=count,
+            do_sample=False,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+    ids = made.sequences[0, len(prompt) :].tolist()
+    logprobs = torch.cat(made.logits).float().log_softmax(-1)
+    return ids, [float(one[token]) for one, token in zip(logprobs, ids, strict=True)]
+
+
+def build_faulty() -> torch.nn.Module:
+    """Build a model that a token of 1 as the last of a prompt kills; one of 0 raises."""
+    module: Any = build()
+    forward = module.model.forward
+
+    def faulty(input_ids: torch.Tensor, **kwargs: Any) -> Any:
+        last = input_ids[:, -1].tolist()
+        if input_ids.shape[1] == 2 and 1 in last:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if input_ids.shape[1] == 2 and 0 in last:
+            raise ValueError("asked to fail")
+        return forward(input_ids=input_ids, **kwargs)
+
+    module.model.forward = faulty
+    faulted: torch.nn.Module = module
+    return faulted
