@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import functools
 import ipaddress
 import os
 import socket
@@ -13,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from torchrelay._platform import boot_id
 from torchrelay.errors import UnavailableError
 
 __all__ = [
@@ -21,7 +21,6 @@ __all__ = [
     "address_for_peers",
     "address_of_device",
     "address_towards",
-    "boot_id",
     "is_loopback",
     "listen_at",
     "mac_of_device",
@@ -86,12 +85,6 @@ def _ipv6_of_device(name: str) -> str | None:
         if device == name and scope in _SCOPES:
             return str(ipaddress.IPv6Address(int(digits, 16)))
     return None
-
-
-@functools.cache
-def boot_id() -> str:
-    """Return the kernel's boot id, which is different after each boot."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def network_identity() -> str:

@@ -73,4 +73,7 @@ def _warn_when_asked(backend: Any, cause: Exception) -> None:
 
 
 def _creation() -> Any:
+    from torchrelay._platform import need_core  # noqa: PLC0415 - each import torch would wait for it
+
+    need_core("the backend sml")
     return importlib.import_module("torchrelay.aggregation._creation")

@@ -19,6 +19,7 @@ from array import array
 from collections.abc import Sequence
 from typing import Any
 
+from torchrelay._platform import CLOSE_RECEIVED, anonymous_file, socket_pair
 from torchrelay.errors import PeerLostError, ProtocolError
 
 __all__ = ["Channel", "HelperProcess", "code_command", "describe_exit", "module_command"]
@@ -26,11 +27,12 @@ __all__ = ["Channel", "HelperProcess", "code_command", "describe_exit", "module_
 # A peer that does not receive what was sent before is given up.
 _STALL_TIMEOUT_S = 30
 _TIMEVAL = struct.Struct("@ll")
+_LENGTH = struct.Struct("!I")  # of a message, before it in a stream
 # A larger message is in a file, whose descriptor is sent: a packet must fit the socket's buffer.
 _PACKET_BYTES = 32 << 10
 _IN_FILE = b"in a file"
 # As integers: operations of enumerations take as long as a system call.
-_WAIT = int(socket.MSG_CMSG_CLOEXEC)
+_WAIT = CLOSE_RECEIVED
 _DO_NOT_WAIT = _WAIT | int(socket.MSG_DONTWAIT)
 _CTRUNC = int(socket.MSG_CTRUNC)
 _CONTROL_BYTES = socket.CMSG_LEN(253 * 4)  # as many descriptors as the kernel sends in a packet
@@ -41,7 +43,7 @@ _WITHOUT_CURRENT_DIRECTORY = "import sys; sys.path[:] = filter(None, sys.path)\n
 
 class Channel:
     """One end of a Unix socket that carries messages and file descriptors, each message as a packet
-    (`SOCK_SEQPACKET`). Over a stream, one message each way.
+    (`SOCK_SEQPACKET`); over a stream, each after its length.
 
     One thread at a time may send, and one may receive.
     """
@@ -51,6 +53,9 @@ class Channel:
         connection.settimeout(None)
         limit = _TIMEVAL.pack(_STALL_TIMEOUT_S, 0)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+        self._is_stream = connection.type == socket.SOCK_STREAM
+        if self._is_stream:  # of which the rest of a message must follow
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
         self._socket = connection
         self._poll = select.poll()  # select() refuses descriptors from 1024 on
         self._poll.register(connection, select.POLLIN)
@@ -58,7 +63,7 @@ class Channel:
     @classmethod
     def pair(cls) -> tuple[Channel, socket.socket]:
         """Return one end as a channel, and the other as a socket for another process."""
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours, theirs = socket_pair()
         return cls(ours), theirs
 
     def fileno(self) -> int:
@@ -75,7 +80,7 @@ class Channel:
         if len(data) <= _PACKET_BYTES:
             self._send(data, descriptors)
             return
-        with os.fdopen(os.memfd_create("torchrelay-message", os.MFD_CLOEXEC), "wb") as file:
+        with os.fdopen(anonymous_file("torchrelay-message"), "wb") as file:
             file.write(data)
             file.flush()
             self._send(_IN_FILE, [file.fileno(), *descriptors])
@@ -90,17 +95,23 @@ class Channel:
         """
         waits = _WAIT if timeout_s is None else _DO_NOT_WAIT
         try:
-            if timeout_s:
-                self._poll.poll(1e3 * timeout_s)
+            if timeout_s or (waits is _WAIT and self._is_stream):
+                self._poll.poll(timeout_s and 1e3 * timeout_s)
             # socket.recv_fds of Python before 3.12 ignores flags.
-            data, controls, flags, _ = self._socket.recvmsg(_PACKET_BYTES, _CONTROL_BYTES, waits)
+            size = _LENGTH.size if self._is_stream else _PACKET_BYTES
+            data, controls, flags, _ = self._socket.recvmsg(size, _CONTROL_BYTES, waits)
         except BlockingIOError:
             return None
         except OSError as error:
             raise PeerLostError(f"the other end of a channel is closed: {error}") from error
         descriptors = [one for *_, raw in controls for one in array("i", raw)]
+        if not CLOSE_RECEIVED:
+            for one in descriptors:
+                os.set_inheritable(one, False)
         if not data:
             raise PeerLostError("the other end of a channel is closed")
+        if self._is_stream:
+            data = self._rest(data)
         if flags & _CTRUNC:
             raise ProtocolError(
                 "the descriptor of a message did not arrive: this process has as many open as its "
@@ -115,6 +126,25 @@ class Channel:
         except Exception as error:
             raise ProtocolError(f"a message cannot be read: {error}") from error
 
+    def _rest(self, data: bytes) -> bytes:
+        """Return the message of a stream whose length begins with ``data``."""
+
+        def following(size: int, found: bytes = b"") -> bytes:
+            while len(found) < size:
+                try:
+                    part = self._socket.recv(size - len(found))
+                except OSError as error:
+                    raise PeerLostError(f"the rest of a message did not arrive: {error}") from error
+                if not part:
+                    raise PeerLostError("the other end of a channel closed it within a message")
+                found += part
+            return found
+
+        (size,) = _LENGTH.unpack(following(_LENGTH.size, data))
+        if size > _PACKET_BYTES:
+            raise ProtocolError(f"{size} bytes cannot be a message")
+        return following(size)
+
     def shut_down(self) -> None:
         """End the stream: receivers at both ends raise. The descriptor stays open."""
         with contextlib.suppress(OSError):
@@ -125,11 +155,15 @@ class Channel:
         self._socket.close()
 
     def _send(self, data: bytes, descriptors: Sequence[int]) -> None:
+        if self._is_stream:
+            data = _LENGTH.pack(len(data)) + data
         try:
             if descriptors:
-                socket.send_fds(self._socket, [data], descriptors)
+                sent = socket.send_fds(self._socket, [data], descriptors)
             else:
-                self._socket.send(data)
+                sent = self._socket.send(data)
+            if sent < len(data):  # of a stream
+                self._socket.sendall(data[sent:])
         except OSError as error:
             raise PeerLostError(f"the other process closed its channel: {error}") from error
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchrelay import config
-from torchrelay._addresses import boot_id
+from torchrelay._platform import boot_id, has_core, need_core
 from torchrelay.errors import UnavailableError
 
 __all__ = ["Process", "host_identity", "remedy_of"]
@@ -32,7 +32,8 @@ def host_identity() -> str:
     Made of kernel, PID and user namespaces, and user; ``TORCHRELAY_HOST_ID`` distinguishes further.
     """
     with _proc_errors():
-        namespaces = [str(os.stat(f"/proc/self/ns/{kind}").st_ino) for kind in ("pid", "user")]
+        kinds = ("pid", "user") if has_core else ()  # without it, nothing is attached
+        namespaces = [str(os.stat(f"/proc/self/ns/{kind}").st_ino) for kind in kinds]
         return "/".join([boot_id(), *namespaces, str(os.geteuid()), config.load(config.Host).id])
 
 
@@ -76,7 +77,9 @@ class Process:
 
         Raises:
             UnavailableError: ``/proc`` cannot be read.
+            UnsupportedError: there is no native core, which those that meet need.
         """
+        need_core("the rendezvous of sml, tables and mpi over process groups")
         names = (v for v in _JOB_VARIABLES if os.environ.get(v, "none") != "none")
         return cls(
             rank=rank,

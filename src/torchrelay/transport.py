@@ -15,6 +15,7 @@ import stat
 from pathlib import Path
 
 from torchrelay import _native
+from torchrelay._platform import need_core
 from torchrelay.config import TransportSettings
 from torchrelay.errors import ConfigError
 
@@ -91,7 +92,10 @@ def encryption(key: bytes | None) -> _native.Tls | None:
     Raises:
         UnavailableError: there is no libssl 3.
     """
-    return None if key is None else _native.Tls(libssl_path(), key)
+    if key is None:
+        return None
+    need_core("encryption between hosts")
+    return _native.Tls(libssl_path(), key)
 
 
 def libssl_path() -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from torchrelay._helper import Channel, HelperProcess
+from torchrelay._platform import anonymous_file
 from torchrelay.errors import PeerLostError, ProtocolError
 
 WAIT_S = 60.0
@@ -35,7 +36,7 @@ def pair() -> Iterator[tuple[Channel, Channel]]:
 
 
 def memory(data: bytes) -> int:
-    descriptor = os.memfd_create("test")
+    descriptor = anonymous_file("test")
     os.write(descriptor, data)
     return descriptor
 

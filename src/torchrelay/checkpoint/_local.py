@@ -12,7 +12,6 @@ use, in folders whose names only we use. Whatever else is there is somebody else
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import fcntl
 import io
@@ -28,7 +27,7 @@ from functools import partial
 from pathlib import Path
 
 from torchrelay import _native
-from torchrelay._addresses import boot_id
+from torchrelay._platform import boot_id, exchange, flush, populate, start_writeback
 from torchrelay.checkpoint._manifest import claims_of, is_of
 from torchrelay.checkpoint._storage import (
     check_files,
@@ -49,11 +48,7 @@ _MAX_OPEN_FILES = 512  # of a checkpoint; half of the usual limit of a process
 # The clean-up of a save beside this one holds the lock of this one for a moment.
 _CLEANUP_S, _POLL_S = 1.0, 0.01
 
-_libc = ctypes.CDLL(None, use_errno=True)
-_AT_FDCWD = -100
-_RENAME_EXCHANGE = 2
-_SYNC_FILE_RANGE_WRITE = 2
-_MADV_POPULATE_READ = 22
+_CALL_BYTES = 1 << 30  # some systems refuse to read or write 2 GiB by one call
 
 
 class LocalFolder:
@@ -155,7 +150,11 @@ class LocalFolder:
     def identity(self) -> str:
         with self._lock:
             found = os.fstat(self._here())
-        return f"{boot_id()}/{found.st_dev}/{found.st_ino}"
+        try:
+            host = boot_id()
+        except OSError:
+            host = secrets.token_hex(8)  # not known: each rank is as alone
+        return f"{host}/{found.st_dev}/{found.st_ino}"
 
     def size_bytes(self, name: str) -> int:
         with self._file(name) as fd:
@@ -164,7 +163,7 @@ class LocalFolder:
     def read(self, name: str, offset: int, into: memoryview) -> None:
         end, where = offset + len(into), f"{self.location}/{name} at byte {offset}"
         with self._file(name) as fd, storage_errors(f"reading {where}"):
-            while into and (count := os.preadv(fd, [into], offset)):
+            while into and (count := os.preadv(fd, [into[:_CALL_BYTES]], offset)):
                 offset, into = offset + count, into[count:]
         self._check_end(name, offset, end)
 
@@ -192,9 +191,7 @@ class LocalFolder:
             mapped = mmap.mmap(
                 fd, offset - first + size_bytes, access=mmap.ACCESS_COPY, offset=first
             )
-            try:
-                mapped.madvise(_MADV_POPULATE_READ)
-            except OSError:  # also of kernels before 5.14; an error of the disk would be a SIGBUS
+            if not populate(mapped):
                 return None
         return memoryview(mapped)[offset - first :]
 
@@ -205,13 +202,6 @@ class LocalFolder:
             if self._folder_fd >= 0:
                 os.close(self._folder_fd)
                 self._folder_fd = -1
-
-
-def _start_writeback(fd: int, offset: int, size_bytes: int) -> None:
-    """Ask the kernel to start writing a range to the disk, so that fsync waits less."""
-    _libc.sync_file_range(
-        fd, ctypes.c_int64(offset), ctypes.c_int64(size_bytes), _SYNC_FILE_RANGE_WRITE
-    )
 
 
 class _LocalSink:
@@ -228,15 +218,15 @@ class _LocalSink:
         done = 0
         with storage_errors(f"writing {self._path} at byte {offset}"):
             while done < len(data):
-                done += os.pwrite(self._fd, data[done:], offset + done)
+                done += os.pwrite(self._fd, data[done : done + _CALL_BYTES], offset + done)
         if self._fsync:
-            _start_writeback(self._fd, offset, done)
+            start_writeback(self._fd, offset, done)
 
     def close(self) -> None:
         try:
             if self._fsync:
                 with storage_errors(f"writing {self._path} to the disk"):
-                    os.fsync(self._fd)
+                    flush(self._fd)
         finally:
             fd, self._fd = self._fd, -1
             os.close(fd)
@@ -407,25 +397,26 @@ class LocalTransaction:
 
     def _publish(self) -> None:
         """Give the folder its name; if a checkpoint has it, exchange the two atomically."""
-        one, other = os.fsencode(self._unfinished), os.fsencode(self._final)
         if not self._check_target():
-            os.rename(one, other)
-        elif _libc.renameat2(_AT_FDCWD, one, _AT_FDCWD, other, _RENAME_EXCHANGE):
-            code = ctypes.get_errno()
-            if code in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+            os.rename(self._unfinished, self._final)
+        else:
+            try:
+                exchange(os.fsencode(self._unfinished), os.fsencode(self._final))
+            except OSError as error:
+                if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+                    raise
                 raise StorageError(
                     errno.EEXIST,
-                    f"{self._final}: there is a checkpoint already, and this file system cannot "
-                    "replace a folder in one step; save under another name",
-                )
-            raise OSError(code, os.strerror(code))
+                    f"{self._final}: there is a checkpoint already, and this system or file system "
+                    "cannot replace a folder in one step; save under another name",
+                ) from None
         self._sync_folder(self._final.parent)
 
     def _sync_folder(self, path: Path) -> None:
         if self._fsync:
             fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
-                os.fsync(fd)
+                flush(fd)
             finally:
                 os.close(fd)
 

@@ -6,11 +6,12 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+
+from torchrelay._platform import usable_cores
 
 __all__ = ["memory_at", "no_collection", "run_tasks", "usable_threads"]
 
@@ -19,7 +20,7 @@ def usable_threads(threads: int | None) -> int:
     """Return ``threads`` or, by default, the number of cores that this process may use, at most 4:
     more do not help a disk.
     """
-    return threads or min(4, len(os.sched_getaffinity(0)))
+    return threads or min(4, usable_cores())
 
 
 def run_tasks(tasks: Sequence[Callable[[], None]], threads: int) -> None:

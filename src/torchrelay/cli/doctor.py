@@ -21,7 +21,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from torchrelay import __version__
-from torchrelay.errors import TorchRelayError
+from torchrelay._platform import CAPABILITIES, has_core, need_core
+from torchrelay.errors import TorchRelayError, UnavailableError, UnsupportedError
 from torchrelay.world import LAUNCHER_VARIABLES
 
 __all__ = ["Finding", "doctor", "examine"]
@@ -40,7 +41,7 @@ class Finding:
 
     Attributes:
         subject: what was checked.
-        status: ok, limited, missing, or absent for an extra that is not installed.
+        status: ok, limited, missing, or absent for an extra or a native core that is not installed.
         found: what is there.
         advice: the remedy, unless ok.
     """
@@ -65,6 +66,7 @@ def _torch(torch: Any) -> Finding | str:
 def _native(_: Any) -> str:
     from torchrelay.buffers import Segment  # noqa: PLC0415
 
+    need_core("shared memory")
     segment = Segment.create(1 << 12)
     Segment.attach(segment.address)
     return f"native core {__version__}, segments attach by address"
@@ -213,9 +215,15 @@ def examine() -> Iterator[Finding]:
     for name in [name for name in os.environ if name.startswith(LAUNCHER_VARIABLES)]:
         del os.environ[name]
     yield Finding("Python", "ok", platform.python_version())
+    for one in CAPABILITIES:
+        if not one.is_present:
+            yield Finding(one.name, "limited", "not here", one.without.replace("`", ""))
     for subject, check in _CHECKS.items():
         try:
             found = check(importlib.import_module("torch"))
+        except (UnsupportedError, UnavailableError) as error:
+            status = "missing" if has_core else "absent"
+            found = Finding(subject, status, str(error))
         except TorchRelayError as error:
             found = Finding(subject, "missing", str(error))
         except Exception as error:  # whatever it is, the other checks must still be seen
@@ -230,8 +238,8 @@ def doctor(
 ) -> None:
     """Report what works on this machine, and the remedy for what does not.
 
-    Exit code 0 if Python, torch, shared memory and each component that needs no other package work;
-    else 1.
+    Exit code 0 if Python, torch, shared memory and each component that needs no other package work,
+    but for those that need the native core where there is none; else 1.
     """
     findings = list(examine())
     if as_json:

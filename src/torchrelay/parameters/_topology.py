@@ -18,6 +18,7 @@ from torchrelay import _native, _torch, config, transport
 from torchrelay._addresses import address_for_peers
 from torchrelay._communicators import open_group
 from torchrelay._group import Group
+from torchrelay._platform import need_core
 from torchrelay._waiting import nothing_to_check
 from torchrelay.errors import ArgumentError, ConfigError, PeerLostError
 from torchrelay.world import Meeting, Ranks, World, host_identity
@@ -60,6 +61,7 @@ class Topology:
     _open_tables: int = 0
 
     def __post_init__(self) -> None:
+        need_core("a table")
         if self.techniques not in TECHNIQUES:
             raise ArgumentError(
                 f"techniques={self.techniques!r}: the choices are {', '.join(TECHNIQUES)}"

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from torchrelay import _native
+from torchrelay._platform import need_core
 from torchrelay._resource import Resource
 from torchrelay._torch import is_host_memory
 from torchrelay._waiting import listed
@@ -63,6 +64,7 @@ class SwitchClient(Resource):
         options: Aggregation | None = None,
         timeout_s: float = 30.0,
     ) -> None:
+        need_core("a worker of a switch")
         self.rank, self.num_workers, self.session_id = rank, num_workers, session_id
         self.switch = "{}:{}".format(*_parse_address(switch))
         self._is_closed = False

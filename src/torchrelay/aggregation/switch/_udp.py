@@ -6,6 +6,7 @@ import ipaddress
 import socket
 
 from torchrelay import _native
+from torchrelay._platform import need_core
 from torchrelay._resource import Resource
 from torchrelay.aggregation.switch._data_plane import (
     ControlMessage,
@@ -45,6 +46,7 @@ class UdpDataPlane(Resource):
         drop_egress: float = 0.0,
         drop_seed: int = 0,
     ) -> None:
+        need_core("a switch")
         self.address = address
         self._native = _native.UdpSwitch(address, port, drop_ingress, drop_egress, drop_seed)
         self.port: int = self._native.port

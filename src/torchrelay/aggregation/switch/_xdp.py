@@ -23,6 +23,7 @@ from typing import cast
 
 from torchrelay import _native
 from torchrelay._addresses import DISCARD_PORT, mac_of_device
+from torchrelay._platform import need_core
 from torchrelay._resource import Resource
 from torchrelay.aggregation.switch._data_plane import (
     ControlMessage,
@@ -161,6 +162,7 @@ class XdpDataPlane(Resource):
         max_slots: int = 32768,
         max_sessions: int = 64,
     ) -> None:
+        need_core("a switch")
         if not _OBJECT.exists():
             raise UnavailableError(
                 f"XDP: {_OBJECT} is missing: torchrelay was built where clang or libbpf's headers "

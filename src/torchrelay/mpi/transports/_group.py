@@ -22,6 +22,7 @@ from torchrelay import _autoload, config
 from torchrelay._addresses import address_for_peers
 from torchrelay._communicators import open_group
 from torchrelay._native import Collective, Kind
+from torchrelay._platform import need_core
 from torchrelay._torch import group_store, store_host
 from torchrelay.errors import ArgumentError
 from torchrelay.mpi import _wait
@@ -314,6 +315,7 @@ class GroupTransport:
 
 def group_transport(group: Any) -> GroupTransport:
     """Return a transport over native groups of the ranks of ``group``. Collective."""
+    need_core("torchrelay.mpi over a process group", "start with mpirun, over mpi4py")
     if hasattr(group, "get_group"):
         group = group.get_group()
     if not isinstance(group, dist.ProcessGroup):

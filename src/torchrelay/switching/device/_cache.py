@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from torchrelay._helper import Channel
+from torchrelay._platform import need_core
 from torchrelay._resource import Resource
 from torchrelay.errors import (
     ArgumentError,
@@ -69,6 +70,7 @@ class SharedCache(Resource):
             SegmentError: the device does not have that much memory now.
             UnavailableError: the device, or the `[cuda]` extra, is missing.
         """
+        need_core("torchrelay.switching")
         if size_bytes < 1:
             raise ArgumentError(f"a shared cache needs at least 1 byte, not {size_bytes}")
         device = _device(device)
@@ -89,6 +91,7 @@ class SharedCache(Resource):
             ProtocolError: the process that listens there speaks another protocol, or is another
                 user's.
         """
+        need_core("torchrelay.switching")
         header, descriptor = _receive_descriptor(address, timeout_s=timeout_s)
         try:
             return cls.from_descriptors(header, [descriptor])

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from torchrelay._platform import need_core
 from torchrelay._resource import Resource
 from torchrelay.buffers import Segment
 from torchrelay.errors import (
@@ -195,6 +196,7 @@ class ModelStore(Resource):
     """
 
     def __init__(self) -> None:
+        need_core("torchrelay.switching")
         self._models: dict[str, StoredModel] = {}
         self._versions: dict[str, int] = {}
         self._lock = threading.Lock()

@@ -1,0 +1,79 @@
+"""Checkpoints that are written with the native core and read without it, and the other way round.
+
+As a program it has no native core: ``moved_checkpoints.py FOLDER write|read CHECKPOINTS``, where
+FOLDER has the package without it.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if __name__ == "__main__" and not TYPE_CHECKING:
+    sys.path.insert(0, sys.argv[1])
+    import other_unix  # noqa: F401
+
+import torch
+
+from torchrelay import _platform
+from torchrelay.checkpoint import HuggingFace, async_save, load, save, verify
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.complex64)
+LENGTHS = (0, 1, 3, 1000, 600_000)
+
+
+def _state(fill: int) -> dict[str, Any]:
+    random = torch.Generator().manual_seed(5)
+    model = torch.nn.Linear(300, 700)
+    for one in model.parameters():
+        one.data = torch.rand(one.shape, generator=random) * fill
+    tensors = {
+        f"{dtype}-{length}": (torch.randint(0, 100, (length,), generator=random) * fill).to(dtype)
+        for dtype in DTYPES
+        for length in LENGTHS
+    }
+    return {"model": model, "tensors": tensors, "step": 3 * fill, "names": ["a"] * fill}
+
+
+def write(folder: Path) -> None:
+    """Save in all ways."""
+    for threads in (1, 3):
+        save(_state(1), folder / f"threads-{threads}", threads=threads)
+    async_save(_state(1), folder / "async").result(60)
+    save(_state(1), folder / "replaced")
+    save(_state(1), folder / "replaced")
+    save(_state(1), folder / "plain", checksum=False)
+    save({"model": _state(1)["model"]}, folder / "huggingface", layout=HuggingFace())
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    """Return all files of all checkpoints, without their ids, dates and what is summed over
+    these.
+    """
+    drawn = re.compile(rb'"saved_at_ns":\d+,"id":"\w+"|"crc32c":"[0-9a-f]{8}"}\n$')
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    return {str(path.relative_to(folder)): drawn.sub(b"", path.read_bytes()) for path in files}
+
+
+def read(folder: Path) -> None:
+    """Verify and load what :func:`write` has saved."""
+    for path in sorted(folder.iterdir()):
+        verify(path)
+        wanted, found = _state(1), _state(0)
+        if path.name == "huggingface":
+            wanted, found = {"model": wanted["model"]}, {"model": found["model"]}
+        load(found, path, verify="header" if path.name == "plain" else "data")
+        for one, other in zip(_flat(wanted), _flat(found), strict=True):
+            assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+
+
+def _flat(state: dict[str, Any]) -> list[Any]:
+    values = [*state["model"].parameters(), *state.get("tensors", {}).values()]
+    return [*values, state.get("step"), state.get("names")]
+
+
+if __name__ == "__main__":
+    assert not _platform.has_core
+    {"write": write, "read": read}[sys.argv[2]](Path(sys.argv[3]))
