@@ -2,7 +2,7 @@
 missing, and what macOS has instead is there.
 
 The environment of ``.ci/pure`` imports it when Python starts, also in processes that tests start.
-Where a call cannot be removed, it fails if torchrelay made it: Python, torch and tests may go on.
+Python, torch and the tests themselves go on as before.
 """
 
 from __future__ import annotations
@@ -16,26 +16,33 @@ import signal
 import socket
 import sys
 import time
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any
 
-_ATTRIBUTES = {
-    os: "MFD_CLOEXEC O_DIRECT O_PATH O_TMPFILE copy_file_range eventfd fdatasync memfd_create "
-    "pidfd_open pipe2 posix_fadvise posix_fallocate sched_getaffinity sched_setaffinity setns "
-    "splice unshare",
-    mmap: "MADV_DONTFORK MADV_HUGEPAGE MADV_POPULATE_READ",
-    select: "epoll",
-    signal: "pidfd_send_signal sigtimedwait sigwaitinfo",
-    socket: "MSG_CMSG_CLOEXEC SO_PASSCRED SO_PEERCRED",
-    time: "CLOCK_BOOTTIME",
-}
-_CALLS = "eventfd fallocate memfd_create posix_fadvise prctl renameat2 sync_file_range unshare"
+_MODULES = (mmap, os, select, signal, socket, time)
+_ATTRIBUTES = (
+    " CLOCK_BOOTTIME MADV_DONTFORK MADV_HUGEPAGE MADV_POPULATE_READ MFD_CLOEXEC MSG_CMSG_CLOEXEC "
+    "O_DIRECT O_PATH O_TMPFILE SO_PASSCRED SO_PEERCRED copy_file_range epoll eventfd fdatasync "
+    "memfd_create pidfd_open pidfd_send_signal pipe2 posix_fadvise posix_fallocate "
+    "sched_getaffinity sched_setaffinity setns sigtimedwait sigwaitinfo splice unshare "
+)
+_CALLS = " eventfd fallocate memfd_create posix_fadvise prctl renameat2 sync_file_range unshare "
 _FOLDERS = ("/proc", "/sys", "/dev/shm")
 _LIBRARY = os.path.dirname(os.__file__)
+_PACKAGE = f"site-packages{os.sep}torchrelay{os.sep}"
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _find = ctypes.CDLL.__getattr__
 _stat, _socketpair = os.stat, socket.socketpair
+
+
+class _Module(ModuleType):
+    """A module that lacks what only Linux has, for torchrelay."""
+
+    def __getattribute__(self, name: str) -> Any:
+        if f" {name} " in _ATTRIBUTES and _PACKAGE in sys._getframe(1).f_code.co_filename:
+            raise AttributeError(f"only Linux has {name}")
+        return super().__getattribute__(name)
 
 
 def _is_of_torchrelay(frame: FrameType | None) -> bool:
@@ -44,7 +51,7 @@ def _is_of_torchrelay(frame: FrameType | None) -> bool:
         name = frame.f_code.co_filename
         is_library = name.startswith((_LIBRARY, "<frozen")) and "site-packages" not in name
         if not is_library and name != __file__:
-            return f"site-packages{os.sep}torchrelay{os.sep}" in name
+            return _PACKAGE in name
         frame = frame.f_back
     return False
 
@@ -89,21 +96,19 @@ def _called(library: ctypes.CDLL, name: str) -> Any:
     if _is_of_torchrelay(sys._getframe()):
         if name in _OF_MACOS:
             return _OF_MACOS[name]
-        if name in _CALLS.split():
+        if f" {name} " in _CALLS:
             raise AttributeError(f"only Linux has {name}")
     return _find(library, name)
 
 
 def _connected(family: int = socket.AF_UNIX, kind: int = socket.SOCK_STREAM, *rest: int) -> Any:
-    if kind == socket.SOCK_SEQPACKET:
+    if kind == socket.SOCK_SEQPACKET and _is_of_torchrelay(sys._getframe()):
         raise OSError(errno.EPROTONOSUPPORT, os.strerror(errno.EPROTONOSUPPORT))
     return _socketpair(family, kind, *rest)
 
 
-for _module, _names in _ATTRIBUTES.items():
-    for _name in _names.split():
-        if hasattr(_module, _name):
-            delattr(_module, _name)
+for _module in _MODULES:
+    _module.__class__ = _Module
 ctypes.CDLL.__getattr__ = _called  # type: ignore[method-assign]
 socket.socketpair = _connected  # type: ignore[assignment]
 for _known in (os.supports_dir_fd, os.supports_fd, os.supports_follow_symlinks):

@@ -52,6 +52,13 @@ has_core = _found is not None and not str(_found.origin).endswith(".py")
 """Whether the native core is installed; where it is not, ``_native.py`` is imported instead."""
 
 
+_CORE_REMEDY = (
+    "on Linux, install the wheel for this machine, or build it with a C++20 compiler (pip install "
+    "--force-reinstall --no-deps --no-binary torchrelay torchrelay); elsewhere, use a Linux "
+    "container or virtual machine"
+)
+
+
 def need_core(what: str, instead: str = "") -> None:
     """Refuse ``what`` where there is no native core.
 
@@ -63,10 +70,8 @@ def need_core(what: str, instead: str = "") -> None:
     """
     if not has_core:
         raise UnsupportedError(
-            f"{what} needs TorchRelay's native core, which this pure-Python installation lacks: on "
-            "Linux, install the wheel for this machine, or build it with a C++20 compiler (pip "
-            "install --force-reinstall --no-deps --no-binary torchrelay torchrelay); elsewhere, "
-            f"use a Linux container or virtual machine{instead and f'; or {instead}'}"
+            f"{what} needs TorchRelay's native core, which this pure-Python installation lacks: "
+            f"{_CORE_REMEDY}{instead and f'; or {instead}'}"
         )
 
 
@@ -165,7 +170,7 @@ def anonymous_file(label: str, size_bytes: int = 0) -> int:
     """
     if hasattr(os, "memfd_create"):
         with contextlib.suppress(PermissionError):  # a sandbox denies it
-            fd: int = os.memfd_create(label, os.MFD_CLOEXEC)
+            fd: int = os.memfd_create(label)
             os.ftruncate(fd, size_bytes)
             return fd
     with tempfile.TemporaryFile(prefix=f"{label}-", buffering=0) as file:
@@ -199,11 +204,13 @@ class Capability(NamedTuple):
         name: what it is.
         is_present: whether it is here.
         without: what is different where it is missing.
+        remedy: how to get it.
     """
 
     name: str
     is_present: bool
     without: str
+    remedy: str = ""
 
 
 def _has_boot_id() -> bool:
@@ -218,6 +225,7 @@ CAPABILITIES = (
         "native core",
         has_core,
         "`sml`, tables, `switching`, the switch, and `mpi` over process groups are refused",
+        _CORE_REMEDY,
     ),
     Capability(
         "exchange of two folders",

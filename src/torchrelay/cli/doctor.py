@@ -217,13 +217,17 @@ def examine() -> Iterator[Finding]:
     yield Finding("Python", "ok", platform.python_version())
     for one in CAPABILITIES:
         if not one.is_present:
-            yield Finding(one.name, "limited", "not here", one.without.replace("`", ""))
+            without = one.without.replace("`", "")
+            yield Finding(one.name, "limited", f"not here: {without}", one.remedy)
     for subject, check in _CHECKS.items():
         try:
             found = check(importlib.import_module("torch"))
-        except (UnsupportedError, UnavailableError) as error:
-            status = "missing" if has_core else "absent"
-            found = Finding(subject, status, str(error))
+        except UnsupportedError as error:
+            found = Finding(subject, "missing", str(error))
+            if not has_core:
+                found = Finding(subject, "absent", "needs the native core")
+        except UnavailableError as error:  # without the core, mpi needs a package
+            found = Finding(subject, "missing" if has_core else "absent", str(error))
         except TorchRelayError as error:
             found = Finding(subject, "missing", str(error))
         except Exception as error:  # whatever it is, the other checks must still be seen

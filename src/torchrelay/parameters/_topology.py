@@ -237,6 +237,7 @@ def meet(
     """
     import torch.distributed as dist  # noqa: PLC0415 - importing it takes long
 
+    need_core("a table")
     settings = config.load(config.Parameters)
     world, store = _job(group, settings.timeout_s)
     # A name may be used again, after its table was closed or torchrun restarted the processes.
