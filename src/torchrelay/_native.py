@@ -75,10 +75,12 @@ def _refusal(name: str) -> Callable[..., NoReturn]:
 def _declared(node: ast.stmt) -> tuple[str, Any] | None:
     """Return what a statement of the stub declares: an enumeration, a number, or what refuses."""
     match node:
-        case ast.ClassDef(name=name, bases=[ast.Attribute(attr="Enum")], body=body):
+        case ast.ClassDef(
+            name=name, bases=[ast.Attribute(attr="Enum" | "IntEnum" as kind)], body=body
+        ):
             lines = [one for one in body if isinstance(one, ast.Assign)]
             members = [(ast.unparse(one.targets[0]), ast.literal_eval(one.value)) for one in lines]
-            return name, enum.Enum(name, members, module=__name__)
+            return name, getattr(enum, kind)(name, members, module=__name__)
         case ast.ClassDef(name=name, body=body):
             methods = [one.name for one in body if isinstance(one, ast.FunctionDef)]
             refused = {each: staticmethod(_refusal(f"{name}.{each}")) for each in methods}

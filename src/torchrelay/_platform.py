@@ -53,9 +53,8 @@ has_core = _found is not None and not str(_found.origin).endswith(".py")
 
 
 _CORE_REMEDY = (
-    "on Linux, install the wheel for this machine, or build it with a C++20 compiler (pip install "
-    "--force-reinstall --no-deps --no-binary torchrelay torchrelay); elsewhere, use a Linux "
-    "container or virtual machine"
+    "on Linux, install a wheel that was built for this machine, or run 'pip install .' in a clone; "
+    "elsewhere, use a Linux container or virtual machine"
 )
 
 

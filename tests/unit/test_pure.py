@@ -25,8 +25,8 @@ import torch
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-import moved_checkpoints
 import torchrelay
+import without_core
 from torchrelay import _native, _platform
 from torchrelay._pure import checksums, rows, twister
 from torchrelay._pure.memory import SharedMemory
@@ -231,22 +231,35 @@ def test_windows_is_refused_when_it_is_installed() -> None:
         assert any(f"2.{minor}.0" in chosen for minor in range(11, 16)) == is_supported
 
 
-@needs_core
-def test_checkpoints_move_between_the_two_bit_for_bit(tmp_path: Path) -> None:
-    """The other process has a copy of the package without the extension module, and what only Linux
-    has is missing there.
+@pytest.fixture(scope="module")
+def without_core_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., None]:
+    """Run ``without_core.py`` in a copy of the package without the extension module, where what
+    only Linux has is missing.
     """
-    copied = tmp_path / "site-packages" / "torchrelay"
+    copied = tmp_path_factory.mktemp("copy") / "site-packages" / "torchrelay"
     shutil.copytree(PACKAGE, copied, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
 
-    def without_core(*arguments: str) -> None:
-        command = [sys.executable, moved_checkpoints.__file__, str(copied.parent), *arguments]
+    def run(*arguments: str) -> None:
+        command = [sys.executable, without_core.__file__, str(copied.parent), *arguments]
         result = subprocess.run(command, capture_output=True, text=True, check=False)
         assert result.returncode == 0, result.stderr
 
+    return run
+
+
+@needs_core
+def test_checkpoints_move_between_the_two_bit_for_bit(
+    tmp_path: Path, without_core_run: Callable[..., None]
+) -> None:
     ours, theirs = tmp_path / "native", tmp_path / "pure"
-    without_core("write", str(theirs))
-    moved_checkpoints.write(ours)
-    assert moved_checkpoints.content(ours) == moved_checkpoints.content(theirs)
-    moved_checkpoints.read(theirs)
-    without_core("read", str(ours))
+    without_core_run("write", str(theirs))
+    without_core.write(ours)
+    assert without_core.content(ours) == without_core.content(theirs)
+    without_core.read(theirs)
+    without_core_run("read", str(ours))
+
+
+def test_what_needs_the_core_is_refused_when_it_is_used_not_when_it_is_imported(
+    without_core_run: Callable[..., None],
+) -> None:
+    without_core_run("refused")

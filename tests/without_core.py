@@ -1,13 +1,16 @@
-"""Checkpoints that are written with the native core and read without it, and the other way round.
+"""A program without the native core, and what it has in common with one that has it.
 
-As a program it has no native core: ``moved_checkpoints.py FOLDER write|read CHECKPOINTS``, where
-FOLDER has the package without it.
+``without_core.py PACKAGES write|read CHECKPOINTS``, or ``without_core.py PACKAGES refused``, where
+PACKAGES has torchrelay without the extension module.
 """
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,10 +18,14 @@ if __name__ == "__main__" and not TYPE_CHECKING:
     sys.path.insert(0, sys.argv[1])
     import other_unix  # noqa: F401
 
+import pytest
 import torch
+import torch.distributed as dist
 
+import torchrelay
 from torchrelay import _platform
 from torchrelay.checkpoint import HuggingFace, async_save, load, save, verify
+from torchrelay.errors import UnsupportedError
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.complex64)
 LENGTHS = (0, 1, 3, 1000, 600_000)
@@ -74,6 +81,42 @@ def _flat(state: dict[str, Any]) -> list[Any]:
     return [*values, state.get("step"), state.get("names")]
 
 
+def refused() -> None:
+    """Import every module; each feature that needs the core is refused by its name when it is
+    used.
+    """
+    names = [one.name for one in pkgutil.walk_packages(torchrelay.__path__, "torchrelay.")]
+    for name in names:
+        if not name.endswith("__main__"):
+            importlib.import_module(name)
+
+    from torchrelay import mpi, parameters, switching, transport
+    from torchrelay.aggregation import switch
+
+    def group(backend: str) -> object:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        return mpi.Communicator.from_group(dist.new_group())
+
+    uses: dict[str, Callable[[], object]] = {
+        "the backend sml": lambda: dist.init_process_group("sml"),
+        "the backend sml ": lambda: group("cpu:sml"),
+        "torchrelay.mpi over a process group": lambda: group("gloo"),
+        "a table": lambda: parameters.Table.create(4, 2),
+        "a table ": lambda: parameters.Embedding(4, 2),
+        "torchrelay.switching": switching.ModelStore,
+        "torchrelay.switching ": lambda: switching.SharedCache.allocate(4096),
+        "a switch": lambda: switch.UdpDataPlane(port=0),
+        "a switch ": lambda: switch.XdpDataPlane(["lo"]),
+        "a worker of a switch": lambda: switch.SwitchClient("127.0.0.1", 0, 1, 1),
+        "encryption between hosts": lambda: transport.encryption(bytes(32)),
+    }
+    for feature, use in uses.items():
+        with pytest.raises(UnsupportedError, match=rf"^{feature.strip()} needs .* native core"):
+            use()
+
+
 if __name__ == "__main__":
     assert not _platform.has_core
-    {"write": write, "read": read}[sys.argv[2]](Path(sys.argv[3]))
+    commands: dict[str, Callable[..., None]]
+    commands = {"write": write, "read": read, "refused": refused}
+    commands[sys.argv[2]](*map(Path, sys.argv[3:]))
