@@ -7,11 +7,12 @@ from __future__ import annotations
 import os
 import random
 import signal
+from pathlib import Path
 from typing import Any
 
 import torch
 
-__all__ = ["KINDS", "build", "build_faulty", "continuation", "prompt_of"]
+__all__ = ["KINDS", "build", "build_faulty", "continuation", "prompt_of", "snapshot", "tokenizer"]
 
 VOCABULARY = 200
 _SIZES = {
@@ -91,3 +92,38 @@ def build_faulty() -> torch.nn.Module:
     module.model.forward = faulty
     faulted: torch.nn.Module = module
     return faulted
+
+
+def tokenizer() -> Any:
+    """Return a tokenizer of bytes, with a chat template."""
+    from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
+    from tokenizers.models import BPE
+    from transformers import PreTrainedTokenizerFast
+
+    made = Tokenizer(BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=["<s>", "</s>", "<|user|>", "<|assistant|>"],
+        # As ByteLevel writes bytes: a part of those of other characters than ASCII.
+        initial_alphabet=list("abcdefghijklmnopqrstuvwxyzÃ©¤ÂĠĉ .:2+=1"),
+        show_progress=False,
+    )
+    made.train_from_iterator(["once upon a time there was a cat", "two and two"], trainer)
+    wrap: Any = PreTrainedTokenizerFast
+    return wrap(
+        tokenizer_object=made,
+        bos_token="<s>",
+        eos_token="</s>",
+        chat_template="{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}",
+    )
+
+
+def snapshot(folder: Path, kind: str, seed: int) -> None:
+    """Write a snapshot: a model, and a tokenizer."""
+    torch.manual_seed(seed)
+    module: Any = build(kind, eos=1)
+    module.save_pretrained(folder)
+    tokenizer().save_pretrained(folder)

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from torchrelay.config import Switching, check_value
-from torchrelay.errors import UnavailableError
+from torchrelay.errors import ConfigError, UnavailableError
 
 __all__ = ["serve"]
 
@@ -19,12 +19,20 @@ _SETTINGS = {field.name: field for field in dataclasses.fields(Switching)}
 
 def serve(
     models: Annotated[
-        Path,
+        Path | None,
         typer.Argument(
             help="The models file, in TOML, or a folder of such files; docs/serving.md describes "
             "them."
         ),
-    ],
+    ] = None,
+    snapshots: Annotated[
+        Path | None,
+        typer.Option(
+            "--models",
+            help="A folder of Hugging Face snapshots, in place of a file: language models, by the "
+            "names of their folders; docs/generate.md describes them.",
+        ),
+    ] = None,
     **options: Any,
 ) -> None:
     """Serve the models of a file from one memory, switching between them in milliseconds.
@@ -44,7 +52,12 @@ def serve(
     given = {name: value for name, value in options.items() if value is not None}
     for name, value in given.items():
         check_value(value, _SETTINGS[name], f"--{name.replace('_', '-')}")
-    file = ModelsFile.read(models)
+    if models is not None and snapshots is None:
+        file = ModelsFile.read(models)
+    elif snapshots is not None and models is None:
+        file = ModelsFile.of_snapshots(snapshots)
+    else:
+        raise ConfigError("name a models file, or a folder of snapshots with --models")
     file = dataclasses.replace(file, server=dataclasses.replace(file.server, **given))
     _serve.serve(file, report=typer.echo)
 

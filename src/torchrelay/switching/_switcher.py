@@ -174,6 +174,10 @@ class Switcher(Resource):
         except UnavailableError:
             return False
 
+    def is_resident(self, name: str) -> bool:
+        """Return whether all of model `name` is in the arena."""
+        return self._of(name, self._daemon.residency.is_resident, False)
+
     def failure_of(self, name: str) -> TorchRelayError | None:
         """Return why `name` cannot answer although it was loaded; None if it can or still loads."""
         return self.failure or self._of(name, self._daemon.error_of, None)
@@ -310,8 +314,12 @@ class Switcher(Resource):
         events = SimpleQueue[Emitted | Exception]()
         text = text_after(model, stop)
         sequence = TokenSequence(name, ids, sampling, events.put, priority)
-        self._owner.call(lambda: self._daemon.generate(sequence))
+        self._begin(sequence)
         return TokenStream(sequence, events, text, self._end_sequence)
+
+    def _begin(self, sequence: TokenSequence) -> None:
+        """Generate `sequence`."""
+        self._owner.call(lambda: self._daemon.generate(sequence))
 
     def _end_sequence(self, sequence: TokenSequence) -> None:
         if not self._owner.is_foreign:

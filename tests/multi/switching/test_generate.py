@@ -190,7 +190,7 @@ def test_a_model_that_is_unloaded_ends_its_sequences(switcher: Switcher) -> None
         (lambda s: s.generate("llama", [1], stop=[""]), ArgumentError, "none of them empty"),
         (lambda s: s.generate("chain", [1]), ArgumentError, "'chain' does not generate"),
         (lambda s: s.generate("nothing", [1]), NotFoundError, "no model 'nothing'"),
-        (lambda s: s.generate("llama", [1] * 1000), ArgumentError, "a context of 1000 tokens"),
+        (lambda s: s.generate("llama", [1] * 1000), ArgumentError, "context length of 1000 tokens"),
         (lambda s: s.generate("llama", [1], max_tokens=1000), ArgumentError, "asks for 1000 more"),
         (lambda s: s.generate("llama", [1], max_tokens=0), ArgumentError, "max_tokens=0: it must"),
         (lambda s: s.generate("llama", [1], temperature=-1), ArgumentError, "temperature=-1"),

@@ -68,8 +68,9 @@ class Sequence:
         room = known.max_context - len(self.prompt)
         if self.sampling.max_tokens > room:
             raise ArgumentError(
-                f"model {model.name!r} has a context of {known.max_context} tokens; the prompt "
-                f"takes {len(self.prompt)}, and max_tokens asks for {self.sampling.max_tokens} more"
+                f"model {model.name!r} has a maximum context length of {known.max_context} tokens; "
+                f"the prompt takes {len(self.prompt)}, and max_tokens asks for "
+                f"{self.sampling.max_tokens} more"
             )
 
     def state(self) -> SequenceState:

@@ -10,6 +10,8 @@ from torchrelay.errors import ArgumentError, StorageError, UnsupportedError
 
 __all__ = ["TextStream", "Tokenizer"]
 
+_MAX_HELD = 16  # tokens; what is no character by then will be none
+
 
 class Tokenizer:
     """The tokenizer of a snapshot. Thread-safe."""
@@ -79,26 +81,23 @@ class Tokenizer:
         """Return the text of one token by itself."""
         return str(self._fast.decode([token], skip_special_tokens=False))
 
-    def stream(self) -> Any:
-        """Return what turns tokens into text one by one."""
-        from tokenizers.decoders import DecodeStream  # noqa: PLC0415 - an extra
-
-        return DecodeStream(skip_special_tokens=True)
-
-    def step(self, stream: Any, token: int) -> str:
-        """Return the text that `token` adds; it may be "", when a character is not complete."""
-        return stream.step(self._fast, token) or ""
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of tokens, without special ones."""
+        return str(self._fast.decode(ids, skip_special_tokens=True))
 
 
 class TextStream:
-    """The text of a sequence as its tokens come, up to the first of the `stop` strings.
+    """The text of a sequence as its tokens come, up to the `stop` string that is complete first.
 
-    What may be the beginning of one is held back.
+    What may be the beginning of one is held back, and the beginning of a character.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, stop: Sequence[str] = ()) -> None:
         self._tokenizer = tokenizer
-        self._stream = None if tokenizer is None else tokenizer.stream()
+        self._ids: list[int] = []
+        # Tokens whose text is known begin a text that more is added to, as some tokenizers strip
+        # its first space.
+        self._known = self._start = 0
         self._stop = list(stop)
         self._held = ""
         self.is_stopped = False
@@ -107,14 +106,26 @@ class TextStream:
         """Return the text that is certain now."""
         if self._tokenizer is None or self.is_stopped:
             return ""
-        text = self._held + self._tokenizer.step(self._stream, token)
-        found = [at for one in self._stop if (at := text.find(one)) >= 0]
+        text = self._held + self._grown(self._tokenizer, token, is_last)
+        # The one that was complete first, however tokens cut the text.
+        found = [(at + len(one), at) for one in self._stop if (at := text.find(one)) >= 0]
         if found:
             self.is_stopped, self._held = True, ""
-            return text[: min(found)]
+            return text[: min(found)[1]]
         kept = 0 if is_last else max((_overlap(text, one) for one in self._stop), default=0)
         self._held = text[len(text) - kept :]
         return text[: len(text) - kept]
+
+    def _grown(self, tokenizer: Tokenizer, token: int, is_last: bool) -> str:
+        """Return what `token` adds to the text; "" if a character may be incomplete."""
+        self._ids.append(token)
+        before = tokenizer.decode(self._ids[self._start : self._known])
+        text = tokenizer.decode(self._ids[self._start :])
+        may_be_incomplete = text.endswith("\ufffd") and len(self._ids) - self._known < _MAX_HELD
+        if len(text) <= len(before) or (may_be_incomplete and not is_last):
+            return ""
+        self._start, self._known = self._known, len(self._ids)
+        return text[len(before) :]
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import logging
 import re
 import sys
@@ -38,6 +40,7 @@ from torchrelay.switching.http._messages import (
     json_of,
 )
 from torchrelay.switching.http._models_file import ModelEntry
+from torchrelay.switching.http._openai import OpenAi, error_of
 from torchrelay.switching.http._repository import Repository
 from torchrelay.switching.models._store import ModelStore
 
@@ -84,6 +87,7 @@ class Application:
         self._guard = Guard(settings)
         self._logs_access = settings.access_log
         calls = Endpoints(switcher, self.repository, self.limits, settings.repository_control)
+        texts = OpenAi(switcher, self.repository, self.limits)
         model = "/v2/models/(?P<name>[^/]+)(?:/versions/(?P<version>[^/]+))?"
         control = "/v2/repository/models/(?P<name>[^/]+)"
         routes: list[tuple[str, dict[str, Endpoint]]] = [
@@ -102,6 +106,10 @@ class Application:
             ("/v2/repository/index", {"GET": calls.index, "POST": calls.index}),
             (control + "/load", {"POST": calls.load}),
             (control + "/unload", {"POST": calls.unload}),
+            ("/v1/models", {"GET": texts.models}),
+            ("/v1/models/(?P<name>[^/]+)", {"GET": texts.model}),
+            ("/v1/chat/completions", {"POST": texts.chat}),
+            ("/v1/completions", {"POST": texts.completions}),
         ]
         self._routes = [(re.compile(path), endpoints) for path, endpoints in routes]
 
@@ -150,7 +158,14 @@ class Application:
         raise HttpError(404, f"the server has no path {path}")
 
     def _error(self, request: Request, error: Exception) -> Response:
-        """Return the response to a request that caused `error`."""
+        """Return the response to a request that caused `error`, in the form of its API."""
+        response = self._plain_error(request, error)
+        if request.path.startswith("/v1/"):
+            text = json.loads(response.body)["error"]
+            response.body = json.dumps(error_of(response.status, text)).encode()
+        return response
+
+    def _plain_error(self, request: Request, error: Exception) -> Response:
         if isinstance(error, DisconnectedError):
             raise error
         if isinstance(error, HttpError):
@@ -171,6 +186,8 @@ class Application:
             **response.headers,
             **self._guard.headers(request),
         }
+        if response.stream is not None:
+            del headers["content-length"]
         if response.status == 204:
             del headers["content-type"], headers["content-length"]
         if self.limits.is_ending or request.refusal is not None:
@@ -179,6 +196,10 @@ class Application:
             headers["connection"] = "keep-alive"
         fields = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
         await send({"type": "http.response.start", "status": response.status, "headers": fields})
+        if response.stream is not None:
+            async with contextlib.aclosing(response.stream) as parts:
+                async for part in parts:
+                    await send({"type": "http.response.body", "body": part, "more_body": True})
         await send({"type": "http.response.body", "body": response.body})
 
     def _log_access(self, request: Request, status: int, seconds: float) -> None:

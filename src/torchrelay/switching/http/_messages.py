@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -145,6 +145,7 @@ class Response:
     status: int = 200
     content_type: str = "application/json"
     headers: Mapping[str, str] = field(default_factory=dict)
+    stream: AsyncGenerator[bytes] | None = None  # parts of the body, each sent when it is there
 
 
 def json_of(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

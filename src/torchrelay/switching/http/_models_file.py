@@ -11,8 +11,9 @@ import msgspec
 
 from torchrelay.config import Switching, load
 from torchrelay.errors import ConfigError, TorchRelayError
+from torchrelay.switching.generate._models import GenerateOptions
 from torchrelay.switching.http._schema import sentence
-from torchrelay.switching.models._store import InputSpec, ModelStore, check_name
+from torchrelay.switching.models._store import PROMPT, InputSpec, ModelStore, check_name
 from torchrelay.switching.models._tensors import dtype_of
 
 if sys.version_info >= (3, 11):
@@ -22,6 +23,7 @@ else:
 
 __all__ = ["ModelEntry", "ModelsFile"]
 
+_OF_GENERATE = ("max_context", "kv_bytes", "weight")  # keys, as of GenerateOptions
 _Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
@@ -35,8 +37,9 @@ class _Input(msgspec.Struct, forbid_unknown_fields=True):
 class _Model(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     """A table `[models.NAME]`."""
 
-    factory: str
-    inputs: list[_Input]
+    kind: Literal["tensors", "generate"] = "tensors"
+    factory: str = ""
+    inputs: list[_Input] = []
     kwargs: dict[str, Any] = {}
     weights: str = ""
     weights_prefix: str = ""
@@ -46,6 +49,9 @@ class _Model(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     keep_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
     max_batch_size: _Count = 0
     max_delay_us: _Count = 0
+    max_context: _Count = 0
+    kv_bytes: _Count = 0
+    weight: float = 1.0
 
 
 class _File(msgspec.Struct, forbid_unknown_fields=True):
@@ -110,6 +116,29 @@ class ModelsFile:
         folders = tuple(dict.fromkeys(file.resolve().parent for file in files))
         return cls(folders[0], settings, models, folders)
 
+    @classmethod
+    def of_snapshots(cls, folder: Path) -> ModelsFile:
+        """Return a file that serves each Hugging Face snapshot that is a folder in `folder`, by the
+        folder's name, from its first request on.
+
+        Raises:
+            ConfigError: there is none, or a name is none of a model.
+        """
+        found = sorted(one.parent for one in folder.glob("*/config.json"))
+        if not found:
+            raise ConfigError(f"{folder} has no snapshots: folders with a config.json")
+        entries = {one.name: _snapshot(one.absolute()) for one in found}
+        return cls(folder.absolute(), load(Switching), entries)
+
+
+def _snapshot(folder: Path) -> ModelEntry:
+    try:
+        check_name(folder.name)
+    except TorchRelayError as error:
+        raise ConfigError(f"{folder}: {error}; rename the folder") from error
+    arguments = {"weights": folder, "generate": GenerateOptions(), "inputs": PROMPT}
+    return ModelEntry(folder.name, arguments, load="request")
+
 
 def _parsed(file: Path) -> _File:
     try:
@@ -137,8 +166,9 @@ def _parsed(file: Path) -> _File:
 
 def _entry(file: Path, name: str, model: _Model) -> ModelEntry:
     where, folder = f"{file}: [models.{name}]", file.resolve().parent
-    own = ("inputs", "priority", "load", "keep_s")
+    own = ("kind", "inputs", "priority", "load", "keep_s")
     given = {key: value for key, value in msgspec.to_builtins(model).items() if key not in own}
+    options = {key: given.pop(key) for key in _OF_GENERATE if key in given}
     module, colon, function = model.factory.rpartition(":")
     if module.endswith(".py"):
         given["factory"] = f"{folder / module}{colon}{function}"
@@ -149,6 +179,22 @@ def _entry(file: Path, name: str, model: _Model) -> ModelEntry:
         if one.name in inputs:
             raise ConfigError(f"{where} inputs: {one.name!r} appears twice")
         inputs[one.name] = _input(f"{where} inputs", one)
+    if model.kind == "generate":
+        if inputs or not (model.factory or model.weights):
+            raise ConfigError(
+                f"{where}: a model that generates needs weights, the folder of a snapshot, or a "
+                "factory, and no inputs"
+            )
+        if model.max_batch_size:
+            options["max_batch_size"] = given.pop("max_batch_size")
+        try:
+            given["generate"], inputs = GenerateOptions(**options), PROMPT
+        except TorchRelayError as error:
+            raise ConfigError(f"{where}: {error}") from error
+    elif options:
+        raise ConfigError(f'{where} {min(options)}: it is of models of kind = "generate"')
+    elif not model.factory:
+        raise ConfigError(f"{where} factory: name the function that builds the model")
     if not inputs:
         raise ConfigError(f"{where} inputs: name at least one")
     given["inputs"] = inputs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import Annotated, Any, TypeVar
 
@@ -97,10 +98,9 @@ class ReadyFilter(msgspec.Struct):
     ready: bool | None = None
 
 
-_DECODERS = {
-    kind: msgspec.json.Decoder(kind)
-    for kind in (InferRequest, LoadRequest, UnloadRequest, ReadyFilter)
-}
+@functools.cache
+def _decoder_of(kind: Any) -> msgspec.json.Decoder[Any]:
+    return msgspec.json.Decoder(kind)
 
 
 def parse(
@@ -115,7 +115,8 @@ def parse(
     """
     text, raw = split_body(body, header_length)
     try:
-        return _DECODERS[kind].decode(text), raw  # type: ignore[index,return-value]
+        found: T = _decoder_of(kind).decode(text)
+        return found, raw
     except msgspec.ValidationError as error:
         unknown = _UNKNOWN.match(str(error))
         if unknown is None:

@@ -41,7 +41,7 @@ from torchrelay.switching.models._code import digest_of
 from torchrelay.switching.models._factory import Factory, hidden_tensors
 from torchrelay.switching.models._layout import ModelLayout, ModelStorage, layout_of
 
-__all__ = ["InputLike", "InputSpec", "ModelStore", "StoredModel", "check_name", "naming"]
+__all__ = ["PROMPT", "InputLike", "InputSpec", "ModelStore", "StoredModel", "check_name", "naming"]
 
 _log = logging.getLogger("torchrelay.switching")
 
@@ -123,6 +123,9 @@ class InputSpec:
 
 
 InputLike = torch.Tensor | tuple[torch.dtype, Shape] | tuple[torch.dtype, Shape, Shape] | InputSpec
+
+#: The inputs of a model that generates, for requests of tensors and for its profile.
+PROMPT: dict[str, InputSpec] = {"input_ids": InputSpec("input_ids", torch.int64, (-1, -1), (1, 8))}
 
 
 @dataclass(frozen=True)
@@ -252,7 +255,7 @@ class ModelStore(Resource):
         if not replace:
             self._check_new(name)
         if generate and inputs is None:
-            inputs = {"input_ids": (torch.int64, (-1, -1), (1, 8))}
+            inputs = PROMPT
         if not isinstance(inputs, Mapping) or not inputs:
             raise ArgumentError(
                 f"model {name!r} needs its inputs, as a dict: a name and an example for each"

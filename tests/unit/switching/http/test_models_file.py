@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from torchrelay.errors import ConfigError
-from torchrelay.switching import InputSpec
+from torchrelay.switching import GenerateOptions, InputSpec
 from torchrelay.switching.http._models_file import ModelsFile
 from torchrelay.switching.worker._profile import Layer, Output, Profile, load_profile, save_profile
 
 INPUT = 'inputs = [{ name = "x", datatype = "FP32", shape = [-1, 64] }]'
+GENERATE = '[models.m]\nkind = "generate"\nweights = "folder"\n'
 MODEL = f'[models.m]\nfactory = "folder/file.py:make"\n{INPUT}\n'
 
 
@@ -50,7 +51,14 @@ def test_an_input_may_have_an_example(tmp_path: Path) -> None:
         (f"{MODEL}[other]\n", "unknown field `other`"),
         ("models = 1\n", "models: Expected `object`, got `int`"),
         ("[models]\nm = 1\n", r"\[models.m\] Expected `object`, got `int`"),
-        ('[models.m]\nfactory = "a:b"\n', "missing required field `inputs`"),
+        ('[models.m]\nfactory = "a:b"\n', r"\[models.m\] inputs: name at least one"),
+        (f"[models.m]\n{INPUT}\n", r"\[models.m\] factory: name the function that builds"),
+        (f"{MODEL}kv_bytes = 1\n", r'kv_bytes: it is of models of kind = "generate"'),
+        (f'{MODEL}kind = "generate"\n', "needs weights, the folder of a snapshot, or a factory"),
+        ('[models.m]\nkind = "generate"\n', "needs weights, the folder of a snapshot, or a"),
+        (f"{GENERATE}max_batch_size = 1000\n", r"\[models.m\]: max_batch_size=1000: it must be"),
+        (f"{GENERATE}weight = 0.0\n", r"\[models.m\]: max_context=0, kv_bytes=0, weight=0.0"),
+        ('[models.m]\nkind = "other"\n', "Invalid enum value 'other'"),
         (f"{MODEL}seed = 1.5\n", "seed: Expected `int`, got `float`"),
         (f"{MODEL}code = 1\n", "unknown field `code`"),
         (MODEL.replace("FP32", "FP31"), "datatype 'FP31' is not served"),
@@ -104,6 +112,32 @@ def test_a_folder_of_files_is_read_as_one(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match=r"has no files \*\.toml"):
         ModelsFile.read(tmp_path / "empty")
+
+
+def test_a_model_that_generates_has_limits_of_its_own(tmp_path: Path) -> None:
+    keys = "max_context = 100\nmax_batch_size = 4\nweight = 2.0\nkeep_s = 60\n"
+    entry = read(tmp_path, f"{GENERATE}{keys}").models["m"]
+    assert entry.keep_s == 60.0
+    assert entry.arguments == {
+        "weights": tmp_path / "folder",
+        "generate": GenerateOptions(max_context=100, max_batch_size=4, weight=2.0),
+        "inputs": {"input_ids": InputSpec("input_ids", torch.int64, (-1, -1), (1, 8))},
+    }
+
+
+def test_snapshots_are_served_by_the_names_of_their_folders(tmp_path: Path) -> None:
+    for name in ("qwen-0.5", "other"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "qwen-0.5" / "config.json").write_text("{}")
+    (entry,) = ModelsFile.of_snapshots(tmp_path).models.values()
+    assert (entry.name, entry.load) == ("qwen-0.5", "request")
+    assert entry.arguments["weights"] == tmp_path / "qwen-0.5"
+    (tmp_path / "no name").mkdir()
+    (tmp_path / "no name" / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"not a valid name of a model.*rename"):
+        ModelsFile.of_snapshots(tmp_path)
+    with pytest.raises(ConfigError, match="has no snapshots"):
+        ModelsFile.of_snapshots(tmp_path / "other")
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
