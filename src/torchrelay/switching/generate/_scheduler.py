@@ -37,12 +37,25 @@ class _Slice:
     sequences: dict[int, Sequence]
     overlaps: bool  # it began while groups were missing
     is_building: bool  # the worker still builds the module
+    # Sequences of which tokens are computed again, and how many were there before.
+    behind: dict[int, int] = field(default_factory=dict)
     started: float = field(default_factory=time.monotonic)
     is_paused: bool = False
 
     @property
     def priority(self) -> int:
         return max((one.priority for one in self.sequences.values()), default=-(1 << 30))
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether a sequence has not gone on from where it was: to end the slice now, again and
+        again, would let it get nowhere.
+        """
+        return any(
+            self.sequences[one].reached <= reached
+            for one, reached in self.behind.items()
+            if one in self.sequences
+        )
 
 
 class SliceScheduler:
@@ -116,11 +129,10 @@ class SliceScheduler:
             others += [] if rival is None else [rival]
             if others and not run.is_paused:
                 priority, ends = -min(others)[0], run.started + self._options.slice_s
-                if priority > run.priority or (
-                    priority == run.priority and time.monotonic() >= ends
-                ):
+                is_over = time.monotonic() >= ends and not run.is_behind
+                if priority > run.priority or (priority == run.priority and is_over):
                     self.pause()
-                elif priority == run.priority:
+                elif priority == run.priority and not run.is_behind:
                     self.wakes_at = ends
             return False
         name = min(ranks, key=lambda one: ranks[one], default="")
@@ -277,7 +289,9 @@ class SliceScheduler:
         """Add a sequence to the slice; return its state for the worker."""
         run.sequences[sequence.sequence_id] = sequence
         sequence.slices += 1
-        again = sequence.computed - sequence.stashed
+        again = sequence.reached - sequence.stashed
+        if again:
+            run.behind[sequence.sequence_id] = sequence.reached
         sequence.recomputed += again
         self._counts["recomputed_tokens"] += again
         return sequence.state()
@@ -298,8 +312,7 @@ class SliceScheduler:
         sequence = run.sequences.get(emitted.sequence_id)
         if sequence is None:
             return
-        sequence.tokens.append(emitted.token)
-        sequence.losses, sequence.is_alone = 0, False
+        sequence.add(emitted.token)
         self._counts["tokens"] += 1
         if emitted.finished:
             self._forget(sequence, is_known=True)

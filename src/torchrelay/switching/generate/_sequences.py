@@ -35,17 +35,13 @@ class Sequence:
     tokens: list[int] = field(default_factory=list)  # that were generated
     slices: int = 0  # in which it ran
     recomputed: int = 0  # tokens that went through the model again
+    reached: int = 0  # the most tokens that have gone through the model, as far as is known
     stashed: int = 0  # tokens whose keys and values are in the stash
     shape: KvShape | None = None
     stash: Descriptor | None = None
     stashed_at: float = 0.0
     losses: int = 0  # of workers since its last token
     is_alone: bool = False  # until its next token it runs in no batch: one with it failed
-
-    @property
-    def computed(self) -> int:
-        """The tokens that have gone through the model, as far as is known."""
-        return len(self.prompt) + len(self.tokens) - 1 if self.tokens else self.stashed
 
     @property
     def stash_bytes(self) -> int:
@@ -85,6 +81,13 @@ class Sequence:
         if stash is not None:
             self.stash, self.shape = stash, stashed.shape
         self.stashed, self.stashed_at = stashed.tokens, time.monotonic()
+        self.reached = max(self.reached, self.stashed)
+
+    def add(self, token: int) -> None:
+        """Note the next token."""
+        self.tokens.append(token)
+        self.reached = len(self.prompt) + len(self.tokens) - 1
+        self.losses, self.is_alone = 0, False
 
     def drop_stash(self) -> None:
         """Give up the stash."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import re
-from typing import Annotated, Any, TypeVar
+from collections.abc import Hashable
+from typing import Annotated, Any, TypeVar, cast
 
 import msgspec
 
@@ -99,8 +100,8 @@ class ReadyFilter(msgspec.Struct):
 
 
 @functools.cache
-def _decoder_of(kind: Any) -> msgspec.json.Decoder[Any]:
-    return msgspec.json.Decoder(kind)
+def _decoder_of(kind: Hashable) -> msgspec.json.Decoder[Any]:
+    return msgspec.json.Decoder(cast(Any, kind))
 
 
 def parse(
@@ -115,7 +116,7 @@ def parse(
     """
     text, raw = split_body(body, header_length)
     try:
-        found: T = _decoder_of(kind).decode(text)
+        found: T = _decoder_of(cast(Hashable, kind)).decode(text)
         return found, raw
     except msgspec.ValidationError as error:
         unknown = _UNKNOWN.match(str(error))
