@@ -101,7 +101,7 @@ def test_models_that_take_turns_at_each_token_generate_the_same(
         assert stream.recomputed_tokens == 0
     after = counts(switcher)
     assert after["recomputed_tokens"] == before["recomputed_tokens"]
-    assert after["slices"] - before["slices"] > COUNT
+    assert after["slices"] - before["slices"] >= len(NAMES)
     assert after["copied_bytes"] > before["copied_bytes"]  # the arena holds one of them
 
 
@@ -154,31 +154,38 @@ def test_sequences_of_a_model_run_as_a_batch_that_they_join_and_leave(switcher: 
     assert counts(switcher)["slices"] - before <= len(prompts)
 
 
+def start_many(switcher: Switcher) -> list[TokenStream]:
+    """Start sequences of which the last is not done for many seconds: they run one by one."""
+    return [start(switcher, "llama", max_tokens=900) for _ in range(10)]
+
+
 def test_a_higher_priority_goes_first(switcher: Switcher) -> None:
-    low, high = start(switcher, "llama", max_tokens=400), start(switcher, "gpt2", priority=1)
-    high.ids()
-    assert [one["model"] for one in switcher.status()["sequences"]] == ["llama"]
-    low.close()
+    low = start_many(switcher)
+    start(switcher, "gpt2", priority=1).ids()
+    assert {one["model"] for one in switcher.status()["sequences"]} == {"llama"}
+    for one in low:
+        one.close()
 
 
-def test_a_sequence_that_nobody_wants_ends(switcher: Switcher) -> None:
-    with start(switcher, "llama", max_tokens=900) as stream:
-        next(stream)
-        waits = start(switcher, "llama", max_tokens=900)  # for its place in the batch
-        waits.close()
-        del waits
-        assert len(switcher.status()["sequences"]) == 1
+def test_sequences_that_nobody_wants_end(switcher: Switcher) -> None:
+    low = start_many(switcher)
+    next(low[0])
+    low[-1].close()
+    del low[0]
+    with low[0]:
+        pass
+    assert low[0].finish_reason == "cancelled" and not list(low[0])
+    assert len(switcher.status()["sequences"]) <= 7
+    del low
     eventually(lambda: not switcher.status()["sequences"])
-    assert stream.finish_reason == "cancelled" and not list(stream)
     assert len(start(switcher, "llama").ids()) == COUNT
 
 
 def test_a_model_that_is_unloaded_ends_its_sequences(switcher: Switcher) -> None:
-    stream = start(switcher, "llama", max_tokens=900)
-    next(stream)
+    *_, last = start_many(switcher)
     switcher.unload("llama")
     with pytest.raises(NotFoundError, match="'llama' was unloaded"):
-        list(stream)
+        list(last)
     switcher.load("llama", timeout_s=300.0)
     assert len(start(switcher, "llama").ids()) == COUNT
 

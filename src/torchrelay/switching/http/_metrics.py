@@ -41,13 +41,19 @@ class ServerMetrics(Collector):
             ("arena_bytes", "Size of the arena", status["arena_bytes"]),
             ("arena_free_bytes", "Bytes no model holds", free),
             ("queue_length", "Requests waiting", len(status["queue"])),
+            ("sequences", "Sequences that are generated, or wait", len(status["sequences"])),
+            (
+                "stash_bytes",
+                "Keys and values in host memory",
+                sum(one["stash_bytes"] for one in status["sequences"]),
+            ),
         ):
             yield GaugeMetricFamily(f"torchrelay_{name}", text, value=value)
         yield CounterMetricFamily(
             "torchrelay_worker_deaths", "Workers that ended unasked", value=status["worker_deaths"]
         )
         workers = GaugeMetricFamily("torchrelay_workers", "Worker processes", labels=["state"])
-        for state in ("starting", "loading", "running", "training", "standby"):
+        for state in ("starting", "loading", "running", "generating", "training", "standby"):
             count = sum(worker["state"] == state for worker in status["workers"])
             workers.add_metric([state], count)
         yield workers
