@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <array>
 #include <cstdint>
+#include <new>
 
 #include "torchrelay/error.h"
 
@@ -14,6 +15,7 @@ namespace torchrelay::transport {
 namespace {
 
 constexpr EventLoop::Id kWake = 0;
+constexpr std::chrono::milliseconds kRetry{10};  // of a function for which there was no memory
 
 // An end of the connection is always reported. To report it once, a watch without events is edge-triggered.
 epoll_event event_of(EventLoop::Id id, std::uint32_t events) {
@@ -95,6 +97,7 @@ void EventLoop::forget(Id id) {
   } else {
     std::erase_if(calls_, [&](const auto& each) { return each.first.second == id; });
   }
+  if (current_ == id) current_is_forgotten_ = true;
   if (is_running_here()) return;
   changed_.wait(guard, [&] { return current_ != id || id == 0; });
 }
@@ -111,15 +114,24 @@ void EventLoop::wake() {
   [[maybe_unused]] const auto written = ::write(wake_.get(), &one, sizeof one);
 }
 
+// False: there was no memory for it, which another thread may free; it is still wanted.
 template <class Function>
-void EventLoop::call(std::unique_lock<std::mutex>& guard, Id id, const Function& function) {
+bool EventLoop::call(std::unique_lock<std::mutex>& guard, Id id, const Function& function) {
   current_ = id;
+  current_is_forgotten_ = false;
+  bool is_done = true;
   guard.unlock();
-  function();
+  try {
+    function();
+  } catch (const std::bad_alloc&) {
+    is_done = false;
+    std::this_thread::sleep_for(kRetry);
+  }
   guard.lock();
   current_ = 0;
   ++calls_made_;
   changed_.notify_all();
+  return is_done || current_is_forgotten_;
 }
 
 void EventLoop::call_ready(Id id, std::uint32_t events) {
@@ -139,7 +151,9 @@ std::optional<EventLoop::Clock::duration> EventLoop::call_due() {
     const auto left = calls_.begin()->first.first - Clock::now();
     if (left.count() > 0) return left;
     auto node = calls_.extract(calls_.begin());
-    call(guard, node.key().second, node.mapped());
+    if (call(guard, node.key().second, node.mapped())) continue;
+    node.key().first = Clock::now();
+    calls_.insert(std::move(node));
   }
 }
 

@@ -10,6 +10,7 @@ namespace torchrelay::transport {
 namespace {
 
 constexpr std::size_t kReadBytes = std::size_t{256} << 10;  // of a body at a time
+constexpr std::size_t kDroppedBytes = std::size_t{16} << 10;
 constexpr std::size_t kMaxParts = 4;
 constexpr std::size_t kMaxText = 4096;
 constexpr std::size_t kMaxRanks = 4096;
@@ -76,7 +77,7 @@ Written write_rest(Stream& stream, std::initializer_list<std::span<const std::by
 
 bool FrameReader::read(Stream& stream, FrameSink& sink, std::size_t& budget) {
   bool is_drained = false;  // the last read got less than it could hold
-  thread_local std::vector<std::byte> dropped(kReadBytes);
+  std::array<std::byte, kDroppedBytes> dropped;
   const auto read_into = [&](std::byte* data, std::size_t wanted) {
     const Moved moved = stream.read(data, wanted);
     budget -= std::min(budget, moved.size_bytes);
@@ -109,7 +110,8 @@ bool FrameReader::read(Stream& stream, FrameSink& sink, std::size_t& budget) {
       size_ -= size;
     } else if (got_ != body) {
       if (is_drained || budget == 0) return true;
-      const std::size_t wanted = std::min({body - got_, kReadBytes, budget});
+      const std::size_t longest = to != nullptr ? kReadBytes : dropped.size();
+      const std::size_t wanted = std::min({body - got_, longest, budget});
       const Moved moved = read_into(to != nullptr ? to + got_ : dropped.data(), wanted);
       if (moved.ended) return false;
       size = moved.size_bytes;

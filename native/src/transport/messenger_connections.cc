@@ -225,6 +225,7 @@ void Messenger::end(const ConnectionPtr& connection, Consequences& then) {
   {
     const std::lock_guard guard(peer.lock);
     connection->write_ended = true;
+    connection->stream.reset();  // the peer's next connection may need its descriptor
     // No other connection replaces one that had frames: they may have arrived in part.
     if (peer.out == connection && !connection->has_frames) peer.out = nullptr;
   }

@@ -18,7 +18,8 @@
 
 namespace torchrelay::transport {
 
-// Thread-safe. Functions run in the loop's thread, one at a time; they must not block, nor throw.
+// Thread-safe. Functions run in the loop's thread, one at a time; they must not block, nor throw anything but
+// std::bad_alloc, after which they are called again.
 class EventLoop {
  public:
   using Clock = std::chrono::steady_clock;
@@ -66,7 +67,7 @@ class EventLoop {
   std::optional<Clock::duration> call_due();
   bool is_running_here() const { return std::this_thread::get_id() == runner_; }
   template <class Function>
-  void call(std::unique_lock<std::mutex>& guard, Id id, const Function& function);
+  bool call(std::unique_lock<std::mutex>& guard, Id id, const Function& function);
   void wake();
 
   Descriptor poller_, wake_;
@@ -76,6 +77,7 @@ class EventLoop {
   std::map<When, std::function<void()>> calls_;
   Id last_id_ = 0;
   Id current_ = 0;  // whose function runs
+  bool current_is_forgotten_ = false;
   std::uint64_t calls_made_ = 0;
   bool stopping_ = false;
   std::thread::id runner_;
