@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import torch
 
 from multi.mpi.programs import MODES, OneProcess, Ranks, check, draw
-from multi.mpi.threads import use_forward_mode_per_thread
+from multi.mpi.threads import prepare_threads
 from torchrelay import mpi
 from torchrelay.mpi._threads import run_ranks
 
@@ -67,7 +67,7 @@ def main() -> None:
     if not arguments.threads:
         run(mpi.COMM_WORLD, OneProcess(mpi.COMM_WORLD.size), arguments)
         return
-    use_forward_mode_per_thread()
+    prepare_threads()
     one = OneProcess(arguments.threads)
     results = run_ranks(arguments.threads, lambda comm: run(comm, one, arguments))
     sys.exit(any(result is not None for result in results))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import inspect
 import io
+import itertools
 import sys
 import weakref
 from datetime import timedelta
@@ -687,6 +688,26 @@ def test_a_segment_is_recomputed_to_its_end() -> None:
 
     checkpoint(outer, torch.ones(2, requires_grad=True), use_reentrant=False).sum().backward()
     assert ended == ["inner", "outer"] * 2 + ["inner"]
+
+
+def test_what_a_segment_computed_is_returned_when_it_is_recomputed() -> None:
+    computed, returned = itertools.count(), list[int]()
+
+    def inner(x: torch.Tensor) -> torch.Tensor:
+        returned.append(_torch.computed_once(lambda: next(computed)))
+        return x.sin().cos()
+
+    def outer(x: torch.Tensor) -> torch.Tensor:
+        y = checkpoint(inner, x, use_reentrant=False)
+        returned.append(_torch.computed_once(lambda: next(computed)))
+        return checkpoint(inner, y.sin(), use_reentrant=False).cos()
+
+    for order in ([0, 1, 2, 0, 1, 2, 2, 0], [3, 4, 5, 3, 4, 5, 5, 3]):
+        assert not _torch.saved_by_hooks()
+        checkpoint(outer, torch.ones(2, requires_grad=True), use_reentrant=False).sum().backward()
+        assert returned == order
+        returned.clear()
+    assert _torch.computed_once(lambda: next(computed)) == 6
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script`")  # torch's own use, in forward mode

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.autograd.forward_ad
@@ -22,6 +24,7 @@ __all__ = [
     "backward_will_run",
     "batched_by_all",
     "below_current",
+    "computed_once",
     "first_hook",
     "forward_mode_active",
     "forward_mode_below",
@@ -32,6 +35,7 @@ __all__ = [
     "outside_transforms",
     "recomputation",
     "recompute_whole",
+    "saved_by_hooks",
     "transform_depth",
     "transforms_active",
 ]
@@ -55,13 +59,22 @@ backward_keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph
 transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 
+_T = TypeVar("_T")
+_RECOMPUTES, _SAVES = "_recomputation_hook.", "_checkpoint_hook."
+
+
+def saved_by_hooks() -> bool:
+    """Whether hooks take the tensors saved now, such as those of a checkpoint."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
 def recomputation() -> Any:
     """Return what identifies the innermost checkpoint that is being recomputed, or None.
 
     It is the hook that takes the recomputed tensors, which lives as long. It may lie below hooks of
     checkpoints inside of that one.
     """
-    return next(iter(_saving("_recomputation_hook")), None)
+    return next((hook for hook in _saving() if _is(hook, _RECOMPUTES)), None)
 
 
 def recompute_whole() -> None:
@@ -70,14 +83,37 @@ def recompute_whole() -> None:
     Else that ends at the last tensor saved. It depends on the local operations, and leaves out what
     a checkpoint inside of it saves.
     """
-    for pack in _saving("_checkpoint_hook"):
-        for cell in pack.__closure__:
-            if hasattr(cell.cell_contents, "early_stop"):
-                cell.cell_contents.early_stop = False
+    for hook in _saving():
+        if _is(hook, _SAVES):
+            _captured(hook, "frame").early_stop = False
 
 
-def _saving(kind: str) -> list[Any]:
-    """Return the hooks of this ``kind`` that take the tensors saved now, the innermost first."""
+def computed_once(compute: Callable[[], _T]) -> _T:
+    """Return ``compute()``; in a checkpoint that is recomputed, what it returned there before."""
+    logs, found = [], list[_T]()
+    for hook in _saving():
+        if _is(hook, _SAVES):
+            logs.append(_computed.setdefault(_captured(hook, "frame"), []))
+        elif _is(hook, _RECOMPUTES):
+            before = _computed.get(_captured(hook, "target_frame_ref")(), [])
+            position = _positions[hook] = _positions.get(hook, -1) + 1
+            found = before[position : position + 1]
+            break
+    # A segment that differentiates its beginning is recomputed to its end before it has ended.
+    result: _T = found[0] if found else compute()
+    for log in logs:
+        log.append(result)
+    return result
+
+
+# What was computed in the segment of a checkpoint, by its frame, which lives as long as its graph.
+_computed: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
+# How much of it has been asked for again, by the hook that takes what is recomputed.
+_positions: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+
+def _saving() -> list[Any]:
+    """Return the hooks that take the tensors saved now, the innermost first."""
     saving: Any = torch._C._autograd
     stack = []
     while (hooks := saving._top_saved_tensors_default_hooks(True)) is not None:
@@ -85,7 +121,17 @@ def _saving(kind: str) -> list[Any]:
         saving._pop_saved_tensors_default_hooks()
     for pack, unpack in reversed(stack):
         saving._push_saved_tensors_default_hooks(pack, unpack)
-    return [p for p, _ in stack if getattr(p, "__qualname__", "").startswith(f"{kind}.")]
+    return [pack for pack, _ in stack]
+
+
+def _is(hook: Any, kind: str) -> bool:
+    return getattr(hook, "__qualname__", "").startswith(kind)
+
+
+def _captured(hook: Any, name: str) -> Any:
+    """Return a variable of the function in which ``hook`` was made."""
+    function: Any = inspect.unwrap(hook)
+    return function.__closure__[function.__code__.co_freevars.index(name)].cell_contents
 
 
 def backward_will_run(node: torch.autograd.graph.Node) -> bool:

@@ -146,6 +146,10 @@ class Chain:
         head = None if self.wrapped is None else _torch.lowered(self.wrapped)
         return head if head is not None and _torch.is_transformed(head) else None
 
+    def is_wrapped(self, head: Tensor) -> bool:
+        """Return whether ``head`` is below the last communication inside of transforms."""
+        return self.wrapped is not None and _torch.lowered(self.wrapped, 0) is head
+
     def follow(self, wrapped: Tensor) -> None:
         """Let what follows inside of transforms, and below them, depend on ``wrapped``."""
         if self.head is None:

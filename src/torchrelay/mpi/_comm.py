@@ -14,12 +14,13 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 from torch.compiler import is_compiling
 
+from torchrelay import _torch
 from torchrelay.errors import ArgumentError, MismatchError
 from torchrelay.mpi import _compiled, _headers, _wait
 from torchrelay.mpi._dtypes import check_integer
 from torchrelay.mpi._transport import ANY_SOURCE, ANY_TAG, PROC_NULL, Transport
 
-__all__ = ["WORLD_NAME", "Comm", "Lease", "collective"]
+__all__ = ["WORLD_NAME", "Comm", "Lease", "collective", "once"]
 
 _C = TypeVar("_C", bound="Comm")
 _P = ParamSpec("_P")
@@ -227,5 +228,20 @@ def collective(
                 with contextlib.suppress(MismatchError):
                     self._agree(method.__name__, f"refused: {error}")
             raise
+
+    return call
+
+
+def once(
+    method: Callable[Concatenate[_C, _P], _R],
+) -> Callable[Concatenate[_C, _P], _R]:
+    """Return what it returned before where a checkpoint is recomputed; a decorator.
+
+    Not all ranks may recompute it.
+    """
+
+    @functools.wraps(method)
+    def call(self: _C, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        return _torch.computed_once(lambda: method(self, *args, **kwargs))
 
     return call

@@ -29,7 +29,7 @@ from torchrelay.mpi._collectives import (
     scan,
     scatter,
 )
-from torchrelay.mpi._comm import WORLD_NAME, collective
+from torchrelay.mpi._comm import WORLD_NAME, collective, once
 from torchrelay.mpi._dtypes import Op, check_integer, integers
 from torchrelay.mpi._halo import Neighbors
 from torchrelay.mpi._inplace import overwrite
@@ -114,12 +114,14 @@ class Communicator(NonBlocking, Messages):
             f"{self.name} cannot be pickled; only COMM_WORLD means the same in another process"
         )
 
+    @once
     def Dup(self) -> Communicator:
         """Return a communicator of the same ranks whose messages are separate. Collective."""
         self._agree("Dup")
         return self._derived(self.transport.duplicate())
 
     @collective
+    @once
     def Split(self, color: int = 0, key: int = 0) -> Communicator | None:
         """Return the communicator of all ranks with the same ``color``. Collective.
 
@@ -131,6 +133,7 @@ class Communicator(NonBlocking, Messages):
         return None if transport is None else self._derived(transport)
 
     @collective
+    @once
     def Cart(
         self, dims: Sequence[int], periods: Sequence[bool] | None = None, reorder: bool = False
     ) -> CartCommunicator | None:
@@ -170,6 +173,7 @@ class Communicator(NonBlocking, Messages):
 
     # Collectives
 
+    @once
     def Barrier(self) -> None:
         """Wait until all ranks have called it. Not recorded."""
         self._agree("Barrier")

@@ -384,6 +384,7 @@ class Irecv(_PeerCall):
 
     def begin(self) -> WaitHandle:
         if torch.is_grad_enabled():  # the derivative is that of Wait
+            self.begins_recorded = is_differentiable(self.target.dtype)
             with torch.no_grad():
                 return self.begin()
         return WaitHandle(self, record(self, self.target))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
@@ -83,6 +84,8 @@ class Call:
     """Whether the result lies in the input's memory."""
     uniform: bool = field(default=False, kw_only=True)
     """Whether the ranks pass tensors of one shape and get parts of one length."""
+    begins_recorded: bool = field(default=False, init=False)
+    """Whether it is the start, which is not recorded itself, of one that is."""
 
     name: ClassVar[str]
     everyone: ClassVar[bool] = True
@@ -391,10 +394,10 @@ def _record(call: Call, x: Tensor) -> Tensor:
     _torch.recompute_whole()  # on every rank
     if settings.debug and call.everyone and call.blocking:
         is_recorded = is_grad_enabled() and call.differentiable(x)
-        _headers.exchange_numbers(call, (*call.fields(x)[:4], is_recorded))
+        compared = partial(_headers.exchange_numbers, call, (*call.fields(x)[:4], is_recorded))
+        compared() if is_recorded else _torch.computed_once(compared)
     if not (is_grad_enabled() or transforms_active() or forward_mode_active()):
-        # Backward passes too.
-        return call.forward(x)
+        return _unrecorded(call, x)  # backward passes too
     if transforms_active():
         return _record_under_transform(call, x)
     if forward_mode_active() and not _here.in_tangent:
@@ -403,11 +406,9 @@ def _record(call: Call, x: Tensor) -> Tensor:
 
 
 def _record_plain(call: Call, x: Tensor) -> Tensor:
-    if not is_grad_enabled():
-        return call.forward(x)
-    if not call.differentiable(x):
+    if not (is_grad_enabled() and call.differentiable(x)):
         with torch.no_grad():
-            return call.forward(x)
+            return _unrecorded(call, x)
     chain = _chain.current()
     if call.comm.is_alone and call.everyone:
         return _apply(call, x, _chain.ROOT, _chain.APART)[0]  # type: ignore[no-any-return]
@@ -419,6 +420,18 @@ def _record_plain(call: Call, x: Tensor) -> Tensor:
     if not call.everyone:
         call.joined(chain)
     return y  # type: ignore[no-any-return]
+
+
+def _unrecorded(call: Call, x: Tensor) -> Tensor:
+    """Communicate without a place in the order; not again if a checkpoint is recomputed.
+
+    Ranks recompute a segment together where it saved a communication's token. Of one without them,
+    what it saved may differ between ranks.
+    """
+    if call.begins_recorded or not _torch.saved_by_hooks():
+        return call.forward(x)
+    kept = _torch.computed_once(lambda: call.forward(x).clone())
+    return x.copy_(kept) if call.overwrites else kept.clone()
 
 
 class _Here(threading.local):
@@ -466,15 +479,23 @@ def _record_under_transform(call: Call, x: Tensor) -> Tensor:
 
 def _join_under_transform(call: Call, x: Tensor) -> Tensor:
     chain = _chain.current()
-    before, length = chain.wrapped, len(chain.names)
-    head = chain.extend(call.name) if _here.grad_modes[0] else _TOKEN
-    token = chain.token_in_transform()
+    before, length, is_recorded = chain.wrapped, len(chain.names), is_grad_enabled()
+    with torch.enable_grad():  # which the innermost transform may have turned off for those below
+        below = chain.extend(call.name) if _here.grad_modes[0] else _TOKEN
+        token = chain.token_in_transform()
+        if token is None:
+            token = below
+        elif below is not _TOKEN and not chain.is_wrapped(below):
+            token = token + below
     try:
-        y, head = _apply_transformed(call, x, head if token is None else token, chain)
+        y, head = _apply_transformed(call, x, token, chain)
     except BaseException:
         del chain.names[length:]
         raise
-    if chain.wrapped is not before:  # a tangent was communicated, below this transform
-        head = head + chain.wrapped
+    with torch.enable_grad():
+        if chain.wrapped is not before:  # a tangent was communicated, below this transform
+            head = head + chain.wrapped
+        if not is_recorded:  # in the innermost transform
+            head = head + token
     chain.follow(head)
     return y  # type: ignore[no-any-return]

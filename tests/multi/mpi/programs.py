@@ -56,7 +56,7 @@ COLLECTIVES = (
     "shift",
 )
 TRANSFORMS = ("grad", "vjp", "jvp", "vmap")
-FLAT = ("collective", "local", "ring", "crossed", "message", "compiled")
+FLAT = ("collective", "local", "quiet", "ring", "crossed", "message", "compiled")
 NESTED = ("checkpoint", "reentrant", "transformed", "force", "inner_force", "started")
 MODES = ("first", "plain", "second", "second closed", "third", "dual", "transformed")
 
@@ -99,7 +99,7 @@ def draw(seed: int, modes: Sequence[str] = MODES, compiled: bool = True) -> Prog
     names = [each for each in COLLECTIVES if not (is_complex and each == "max")]
     kinds = {*FLAT, *NESTED}
     if mode == "transformed":
-        kinds = {"collective", "local", "started"}
+        kinds = {"collective", "local", "quiet", "started"}
     elif mode == "dual":
         kinds = {*FLAT, "started", "checkpoint"}
     once = {"compiled", "reentrant"}  # what torch differentiates once
@@ -125,7 +125,7 @@ def draw(seed: int, modes: Sequence[str] = MODES, compiled: bool = True) -> Prog
         if kind == "transformed":
             # saved tensors of a checkpoint have hooks, which torch.func lacks in reverse mode
             given = _transforms(rng, TRANSFORMS if "force" in kinds else ("jvp", "vmap"))
-            kinds = {"collective", "local", "started"}
+            kinds = {"collective", "local", "quiet", "started"}
         elif kind in ("reentrant", "force", "inner_force"):
             kinds = kinds - once
         if kind == "checkpoint":
@@ -205,6 +205,12 @@ class Ranks:
         what, strict = s.what
         y = call(self.comms[s.over], what, s.k, x)
         return x if is_ignored(strict, s.k, self.comm.rank) else calm(y + 0.3 * x)
+
+    def quiet(self, s: Statement, x: Tensor) -> Tensor:
+        """What autograd does not record."""
+        with torch.no_grad():
+            y = call(self.comms[s.over], s.what[0], s.k, x.detach())
+        return calm(x + 0.2 * y.detach())
 
     def ring(self, s: Statement, x: Tensor) -> Tensor:
         c = self.comms[s.over]
@@ -393,6 +399,11 @@ class OneProcess:
             x if is_ignored(s.what[1], s.k, r) else calm(y + 0.3 * x)
             for r, (x, y) in enumerate(zip(xs, ys, strict=True))
         ]
+
+    def quiet(self, s: Statement, xs: list[Tensor]) -> list[Tensor]:
+        with torch.no_grad():
+            ys = self.by_group(s.over, partial(model, s.what[0], s.k), [x.detach() for x in xs])
+        return [calm(x + 0.2 * y.detach()) for x, y in zip(xs, ys, strict=True)]
 
     def ring(self, s: Statement, xs: list[Tensor]) -> list[Tensor]:
         ys = self.by_group(s.over, lambda g: [g[-1], *g[:-1]], xs)

@@ -366,10 +366,10 @@ def run_in_group(world: Any, folder: str, backend: str) -> None:
 def run_in_threads(world: Any, folder: str, size: int) -> None:
     """Run the tests as ranks that are threads."""
     modules = _prepare(folder, __name__)
-    from multi.mpi.threads import use_forward_mode_per_thread
+    from multi.mpi.threads import prepare_threads
     from torchrelay.mpi._threads import run_ranks
 
-    use_forward_mode_per_thread()
+    prepare_threads()
     for error in run_ranks(size, lambda comm: _run_calls(folder, comm, modules)):
         if error is not None:
             raise error

@@ -93,6 +93,19 @@ def test_transforms_and_blocks_keep_the_order(comm: Communicator) -> None:
     check_program(comm, Program(10679, "first", body, torch.float64, (), False))
 
 
+@mpi_test((2, 3), on=THREADS, names=("grad", "jvp", "vjp-grad", "vjp-vmap", "grad-jvp"))
+def test_what_transforms_do_not_record_keeps_the_order(comm: Communicator, names: str) -> None:
+    quiet = Statement("quiet", "alone", ("bcast", False), 2)
+    ignored = Statement("collective", "world", ("sum", False), 3)
+    block = Statement("inner_force", "world", ("", True), 0, [collective("sum")])
+    for body in ([quiet], [collective("prod"), quiet], [quiet, collective("prod"), quiet]):
+        given = (tuple(names.split("-")), True)
+        inside = Statement("transformed", "world", given, 0, [*body, collective("sum")])
+        for mode in ("first", "second"):
+            program = Program(3, mode, [ignored, block, inside], torch.float64, (), True)
+            check_program(comm, program)
+
+
 @mpi_test((2, 3), on=THREADS)
 def test_segments_are_recomputed_alike(comm: Communicator) -> None:
     """Where only some ranks save tensors after a segment, in another one, communicates."""

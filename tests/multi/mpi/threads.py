@@ -1,15 +1,17 @@
-"""Ranks as threads of a test: with torch's forward mode for each of them, and their own errors."""
+"""Torch for ranks that are threads: forward mode for each of them, and no deadlock of its own."""
 
 from __future__ import annotations
 
+import functools
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch._functorch import eager_transforms
 from torch.autograd import forward_ad
 
-__all__ = ["use_forward_mode_per_thread"]
+__all__ = ["prepare_threads"]
 
 
 class _Depth(threading.local):
@@ -47,7 +49,34 @@ class _Nesting:
     __hash__ = None  # type: ignore[assignment]
 
 
-def use_forward_mode_per_thread() -> None:
+_generator = threading.RLock()
+
+
+def _one_at_a_time(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(*args: Any) -> Any:
+        with _generator:
+            return function(*args)
+
+    return call
+
+
+def prepare_threads() -> None:
+    """Let threads differentiate in forward mode, and recompute checkpoints. Idempotent.
+
+    A checkpoint saves the generator's state: torch takes the generator's lock with the GIL held,
+    and where garbage is collected meanwhile, releases the GIL with the lock held. The thread that
+    takes the GIL then may wait for the lock forever.
+    """
+    if not hasattr(torch.get_rng_state, "__wrapped__"):
+        for name in ("get_rng_state", "set_rng_state"):
+            locked = _one_at_a_time(getattr(torch, name))
+            setattr(torch, name, locked)
+            setattr(torch.random, name, locked)
+    _use_forward_mode_per_thread()
+
+
+def _use_forward_mode_per_thread() -> None:
     """Let threads enter forward mode independently, though torch's is one of the process.
 
     Its only level is entered once, and never left; tangents belong to tensors, which threads do not
