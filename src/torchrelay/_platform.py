@@ -15,7 +15,9 @@ import functools
 import importlib.util
 import mmap
 import os
+import resource
 import socket
+import sys
 import tempfile
 from pathlib import Path
 from typing import NamedTuple
@@ -32,7 +34,9 @@ __all__ = [
     "flush",
     "has_core",
     "initial_environment",
+    "loopback",
     "need_core",
+    "peak_memory_bytes",
     "populate",
     "socket_pair",
     "start_writeback",
@@ -101,6 +105,17 @@ def initial_environment() -> list[bytes]:
     with contextlib.suppress(OSError):
         return Path("/proc/self/environ").read_bytes().split(b"\0")
     return []
+
+
+def loopback() -> str:
+    """Return the name of the loopback device."""
+    return next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+
+
+def peak_memory_bytes() -> int:
+    """Return the most memory that this process has had."""
+    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return used if sys.platform == "darwin" else used << 10  # the unit is the system's
 
 
 class _Exchange(NamedTuple):

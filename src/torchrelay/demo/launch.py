@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import NoReturn
 
 from torchrelay._helper import module_command
-from torchrelay._platform import usable_cores
+from torchrelay._platform import loopback, need_core, usable_cores
 from torchrelay.demo.options import DemoOptions
 from torchrelay.errors import UnavailableError
 
@@ -44,6 +44,8 @@ def run(options: DemoOptions) -> NoReturn:
         "TORCHRELAY_PARAMETERS_TIMEOUT_S": str(options.timeout_s),
         **os.environ,
     }
+    if options.hosts > 1:
+        need_core("a demo on several hosts")
     torchrun = [*module_command("torch.distributed.run"), f"--nproc-per-node={options.nproc}"]
     worker = ["--no-python", *module_command("torchrelay.demo.worker"), options.to_json()]
     processes = options.nproc * options.hosts
@@ -54,4 +56,4 @@ def run(options: DemoOptions) -> NoReturn:
         sys.exit(run_on_hosts(options.hosts, torchrun, worker, environ))
     # One host: the processes find each other, and Gloo communicates, on the loopback interface.
     command = [*torchrun, "--standalone", "--local-addr=127.0.0.1", *worker]
-    os.execve(sys.executable, command, {"GLOO_SOCKET_IFNAME": "lo", **environ})
+    os.execve(sys.executable, command, {"GLOO_SOCKET_IFNAME": loopback(), **environ})

@@ -8,6 +8,7 @@ Knowledge Base Completion" (ICML 2018); the correction of a sampled softmax: Ben
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -57,12 +58,13 @@ class ComplEx(nn.Module):
     @torch.no_grad()
     def gathered(self) -> ComplEx:
         """Return a copy with all entities in its own memory, with their current values."""
-        assert isinstance(self.entities, Embedding)
-        copy = ComplEx(1, 1, self.dim)
+        if not isinstance(self.entities, Embedding):
+            return copy.deepcopy(self)
+        found = ComplEx(1, 1, self.dim)
         rows = self.entities.table.pull(torch.arange(self.entities.num_embeddings))
-        copy.entities = nn.Embedding.from_pretrained(rows, freeze=False)  # type: ignore[no-untyped-call]
-        copy.relations = nn.Parameter(self.relations.detach().clone())
-        return copy
+        found.entities = nn.Embedding.from_pretrained(rows, freeze=False)  # type: ignore[no-untyped-call]
+        found.relations = nn.Parameter(self.relations.detach().clone())
+        return found
 
     def query(self, subjects: Tensor, relations: Tensor) -> Tensor:
         """Return ``s * r``, whose product with an object's embedding is its score.

@@ -7,7 +7,6 @@ from __future__ import annotations
 import copy
 import os
 import platform
-import resource
 import signal
 import sys
 import tempfile
@@ -24,6 +23,7 @@ import torch.distributed as dist
 import torch.distributed.nn.functional as dist_nn
 
 from torchrelay import aggregation, mpi
+from torchrelay._platform import has_core, peak_memory_bytes
 from torchrelay.checkpoint import load, save
 from torchrelay.deferred import deferred_init, materialize_module
 from torchrelay.demo.code_graph import code_graph, read_code_graph, standard_library
@@ -81,14 +81,18 @@ class Job:
         self._start()
         self.graph = self._read()
         batches = Batches(self.graph, self.options, self.world)
-        table = self._table()
+        table = self._table() if has_core else None
         model = self._build(table)
         trained = self._checkpoint(self._train(model, batches, table), table)
-        self.report.doing("compare steps with the usual ways")
-        self._compare(model, trained, batches)
-        table.close()  # not after an error: with a dead peer there is nothing to wait for
+        if table is not None:
+            self.report.doing("compare steps with the usual ways")
+            self._compare(model, trained, batches)
+            table.close()  # not after an error: with a dead peer there is nothing to wait for
         self._evaluate(trained)
-        self._calibrate(trained)
+        if has_core:
+            self._calibrate(trained)
+        else:
+            self.report.line("without the native core: no table, sml, mpi or serving")
         self.report.add_sizes(self._used())
 
     @property
@@ -98,7 +102,7 @@ class Job:
 
     def finish(self) -> None:
         """Run what needs no process group, on rank 0: serving, and the report."""
-        if self.options.serve:
+        if self.options.serve and has_core:
             self._serve()
         self.report.stage("all of it", time.monotonic() - self.options.launched_at)
         self.report.print_stages()
@@ -159,32 +163,39 @@ class Job:
                 apply_gradients="backward",  # by each process, without waiting for the others
             )
 
-    def _build(self, table: Table) -> ComplEx:
+    def _build(self, table: Table | None) -> ComplEx:
         """Build the model deferred, with this process's entities straight into the table.
 
         Compares it bit for bit with the model built eagerly.
         """
-        rank, size = self.world.rank, self.world.size
-        first, last = (table.num_keys * end // size for end in (rank, rank + 1))
-        share = (slice(first, last),)
         torch.manual_seed(self.options.seed)
         start = time.perf_counter()
         model: ComplEx = deferred_init(ComplEx, *self.sizes)
-        materialize_module(model, shard=lambda name, _: share if name == _IN_TABLE else None)
-        table.set(torch.arange(first, last), model.rows)
-        model.move_entities(table)
-        table.sync()
+        if table is None:
+            materialize_module(model)
+        else:
+            self._move_share(model, table)
         deferred_s = time.perf_counter() - start
         torch.manual_seed(self.options.seed)
         start = time.perf_counter()
         eager = ComplEx(*self.sizes)
         eager_s = time.perf_counter() - start
         usual = _compared("eager", model.gathered(), eager)
-        name = "build the model deferred, a share of it each"
+        name = "build the model deferred" + (", a share of it each" if table is not None else "")
         self.report.stage(name, deferred_s, usual, eager_s, "small, recording costs more")
         return model
 
-    def _train(self, model: ComplEx, batches: Batches, table: Table) -> ComplEx:
+    def _move_share(self, model: ComplEx, table: Table) -> None:
+        """Materialise this process's share of a deferred model, its entities in the table."""
+        rank, size = self.world.rank, self.world.size
+        first, last = (table.num_keys * end // size for end in (rank, rank + 1))
+        share = (slice(first, last),)
+        materialize_module(model, shard=lambda name, _: share if name == _IN_TABLE else None)
+        table.set(torch.arange(first, last), model.rows)
+        model.move_entities(table)
+        table.sync()
+
+    def _train(self, model: ComplEx, batches: Batches, table: Table | None) -> ComplEx:
         """Train the model; return a copy that needs no table."""
         epochs = self.options.epochs
 
@@ -196,43 +207,49 @@ class Job:
 
         with self.report.timed(f"train {epochs} epochs of {batches.steps} steps"):
             Trainer(model, self.options).train(batches, on_epoch, on_step)
-            table.sync()
-        if table.num_nodes > 1:
+            if table is not None:
+                table.sync()
+        if table is not None and table.num_nodes > 1:
             self.report.line(f"entities' embeddings: {table.metrics()}")
         return model.gathered()
 
-    def _checkpoint(self, trained: ComplEx, table: Table) -> ComplEx:
+    def _checkpoint(self, trained: ComplEx, table: Table | None) -> ComplEx:
         """Save the table and the models and load them again; return the loaded model."""
         self.report.doing("save and load a checkpoint")
-        rows = table.rows()
-        table.sync()
-        state = {"table": table, "model": trained, "baseline": MostFrequent.of(self.graph)}
+        tables = {} if table is None else {"table": table}
+        rows = {name: one.rows() for name, one in tables.items()}
+        for one in tables.values():
+            one.sync()
+        state = {**tables, "model": trained, "baseline": MostFrequent.of(self.graph)}
         ours_s = self._together(lambda: save(state, self.saved))
         usual_s = self._together(lambda: self._torch_save(trained, rows))
         usual = "torch.save by one process"
         why = "small, waits for the disk and all ranks"
         self.report.stage("save a checkpoint, a part each", ours_s, usual, usual_s, why)
 
-        usual_s = self._together(lambda: self._torch_load(ComplEx(*self.sizes), table))
+        usual_s = self._together(lambda: self._torch_load(ComplEx(*self.sizes), tables))
         model: ComplEx = deferred_init(ComplEx, *self.sizes)
-        ours_s = self._together(lambda: load({"table": table, "model": model}, self.saved))
-        usual = _compared("torch.load", model, trained, torch.equal(table.rows(), rows))
+        ours_s = self._together(lambda: load({**tables, "model": model}, self.saved))
+        are_equal = all(torch.equal(one.rows(), rows[name]) for name, one in tables.items())
+        usual = _compared("torch.load", model, trained, are_equal)
         why = "small, and every byte is verified"
-        table.sync()
+        for one in tables.values():
+            one.sync()
         self.report.stage("load it, the model not initialised", ours_s, usual, usual_s, why)
         return model
 
-    def _torch_save(self, trained: ComplEx, rows: torch.Tensor) -> None:
+    def _torch_save(self, trained: ComplEx, rows: dict[str, torch.Tensor]) -> None:
         if self.world.rank == 0:
             with open(self.saved_by_torch, "wb") as file:
-                torch.save({"table": rows, "model": trained.state_dict()}, file)
+                torch.save({**rows, "model": trained.state_dict()}, file)
                 file.flush()
                 os.fsync(file.fileno())
 
-    def _torch_load(self, model: ComplEx, table: Table) -> None:
+    def _torch_load(self, model: ComplEx, tables: dict[str, Table]) -> None:
         state = torch.load(self.saved_by_torch, weights_only=True)
         model.load_state_dict(state["model"])
-        table.load_state_dict({"rows": state["table"]})
+        for name, table in tables.items():
+            table.load_state_dict({"rows": state[name]})
 
     @staticmethod
     def _together(stage: Callable[[], object]) -> float:
@@ -315,8 +332,8 @@ class Job:
         """Return the memory and bytes that this rank has used."""
         files = Path(self.saved).rglob("*")
         figures = {
-            "peak memory of the process": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,
-            "rows of the table, without Adagrad's state": 8 * self.sizes[0] * self.options.dim,
+            "peak memory of the process": peak_memory_bytes(),
+            "rows of the entities, without Adagrad's state": 8 * self.sizes[0] * self.options.dim,
             "checkpoint": sum(file.stat().st_size for file in files if file.is_file()),
         }
         for plane in aggregation.stats().values():
@@ -359,7 +376,8 @@ def main() -> None:
     )
     try:
         with folder as path:
-            dist.init_process_group("sml", timeout=timedelta(seconds=options.timeout_s))
+            backend = "sml" if has_core else "gloo"
+            dist.init_process_group(backend, timeout=timedelta(seconds=options.timeout_s))
             job = Job(options, world, path)
             job.run()
             dist.destroy_process_group()  # not after an error, as for the table
