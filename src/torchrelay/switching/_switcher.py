@@ -284,8 +284,8 @@ class Switcher(Resource):
             prompt: a text, if the model has a tokenizer, or its tokens.
             max_tokens: None: as many as the context has room for.
             temperature: 0: always the likeliest token.
-            top_p, top_k: draw of the likeliest tokens only: those of so much probability, so many;
-                0: of all.
+            top_p: draw of the likeliest tokens of so much probability only.
+            top_k: draw of so many of the likeliest tokens only; 0: of all.
             seed: of the random numbers; the same one gives the same text.
             stop: texts that end it, and are not part of it.
             ignore_eos: go on after the token that ends a text.
