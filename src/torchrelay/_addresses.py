@@ -92,19 +92,24 @@ def network_identity() -> str:
     return f"{boot_id()}/{os.stat('/proc/self/ns/net').st_ino}"
 
 
-def address_for_anyone(interface: str) -> str:
+def address_for_anyone(interface: str, server: str | None = None) -> str:
     """Return the address at which processes that are not known yet reach this one: that of
-    ``interface`` or ``GLOO_SOCKET_IFNAME``, if one is given; else that of the default route; else
-    loopback.
+    ``interface`` or ``GLOO_SOCKET_IFNAME``, if one is given; else that on the route to ``server``,
+    or of the default route; else loopback.
 
     Raises:
         UnavailableError: the given device has no address.
     """
     interface = interface or os.environ.get("GLOO_SOCKET_IFNAME", "")
     try:
-        return _given(interface) if interface else _towards_any([]) or "127.0.0.1"
+        if interface:
+            return _given(interface)
+        return (server and _towards_host(server)) or _towards_any([]) or "127.0.0.1"
     except OSError as error:
-        raise UnavailableError(f"TORCHRELAY_TRANSPORT_INTERFACE={interface!r}: {error}") from error
+        raise UnavailableError(
+            f"{interface or server}: {error}; set TORCHRELAY_TRANSPORT_INTERFACE to an address or "
+            "device of this host that the others reach"
+        ) from error
 
 
 def is_loopback(address: str) -> bool:

@@ -18,8 +18,8 @@ MODULES = sorted(
     if not any(part.startswith("_") for part in module.name.split("."))
 )
 PUBLIC = {
-    "aggregation": "CompressionState LinkStats Options PlaneStats SmlGroup all_reduce_"
-    " compression_hook register stats",
+    "aggregation": "CompressionState Configuration LinkStats Options PlaneStats SmlGroup"
+    " all_reduce_ compression_hook get_reconfigure_handle reconfigure register stats",
     "aggregation.switch": "Controller DataPlane SessionShape SessionStats SessionWorkerStats"
     " SwitchClient SwitchServer SwitchStats SwitchWorkerStats"
     " UdpDataPlane Uplink XdpDataPlane",

@@ -10,7 +10,8 @@ configured, through an aggregation switch. It supports all collectives, dtypes a
 c10d, with timeouts and errors that name the ranks concerned.
 
 Public: :func:`all_reduce_`, :class:`Options`, :class:`CompressionState`,
-:func:`compression_hook`, :func:`stats`, :class:`PlaneStats`, :class:`LinkStats`,
+:func:`compression_hook`, :func:`reconfigure`, :func:`get_reconfigure_handle`,
+:class:`Configuration`, :func:`stats`, :class:`PlaneStats`, :class:`LinkStats`,
 :class:`SmlGroup`, :func:`register`.
 """
 
@@ -25,16 +26,24 @@ from torchrelay.aggregation._group import LIVING, SmlGroup
 from torchrelay.aggregation._operator import all_reduce_
 from torchrelay.aggregation._options import Options
 from torchrelay.aggregation._plane import LinkStats, PlaneStats
+from torchrelay.aggregation._reconfiguration import (
+    Configuration,
+    get_reconfigure_handle,
+    reconfigure,
+)
 from torchrelay.aggregation._statistics import samples, stats
 
 __all__ = [
     "CompressionState",
+    "Configuration",
     "LinkStats",
     "Options",
     "PlaneStats",
     "SmlGroup",
     "all_reduce_",
     "compression_hook",
+    "get_reconfigure_handle",
+    "reconfigure",
     "register",
     "stats",
 ]

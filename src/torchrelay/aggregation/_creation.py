@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
-from torchrelay import _telemetry
-from torchrelay._torch import backends_asked, route_group_operators
+from torchrelay import _telemetry, config
+from torchrelay._addresses import address_for_anyone, address_for_peers
+from torchrelay._communicators import hosts_of
+from torchrelay._group import Group
+from torchrelay._members import Member
+from torchrelay._torch import backends_asked, route_group_operators, store_host
 from torchrelay.aggregation._dummy import DummyPlane
 from torchrelay.aggregation._group import LIVING, SmlGroup
 from torchrelay.aggregation._native_planes import HostsPlane, ShmPlane
 from torchrelay.aggregation._options import Options, resolve
-from torchrelay.aggregation._plane import Plane
+from torchrelay.aggregation._plane import NoPlane, Plane
 from torchrelay.config import Aggregation
 from torchrelay.errors import ConfigError, UnavailableError, UnsupportedError
-from torchrelay.world import Meeting, Process, World
+from torchrelay.world import Meeting, Process, Ranks, World
 
 __all__ = ["create_group", "meet"]
 
@@ -54,7 +59,26 @@ def create_group(given: Any, options: Options | None = None) -> SmlGroup:
     settings = resolve(options)
     plane: Plane
     processes: dict[int, Process] = {}
-    if settings.plane == "dummy":
+
+    interface, host = config.load(config.TransportSettings).interface, store_host(given.store)
+
+    def new_member() -> Member:
+        """Return what this rank is in groups that it forms by ``reconfigure``."""
+        if settings.plane == "dummy":
+            raise UnsupportedError("sml: a group whose plane is dummy cannot be reconfigured")
+        member = Member(
+            address_for_anyone(interface, host),
+            lambda ranks, address, timeout_s: _plane_of(
+                ranks, ranks.hosts, lambda: address, timeout_s, settings
+            ),
+        )
+        if isinstance(plane, Group):
+            member.adopt(plane, int(meeting.attempt, 16))
+        return member
+
+    if getattr(given, "enable_reconfigure", False):  # since torch 2.15
+        plane = NoPlane("was made to be reconfigured, which has not been done")
+    elif settings.plane == "dummy":
         plane = DummyPlane(rank, size, settings)
     else:
         # c10d may give one store to groups that different ranks make at the same time:
@@ -66,18 +90,41 @@ def create_group(given: Any, options: Options | None = None) -> SmlGroup:
             meeting = Meeting(store, rank, size, timeout_s, names, known)
             with meeting.joining():
                 route_group_operators(SmlGroup)  # which imports, and needs a descriptor for it
-                plane = _plane_of(meeting, given.store, timeout_s, settings)
+                plane = _plane_of(
+                    meeting,
+                    [process.host for process in meeting.processes],
+                    lambda: address_for_peers(
+                        lambda step, mine: meeting.gather(step, mine, timeout_s),
+                        f"sml, {meeting.name}",
+                        host,
+                        interface,
+                    ),
+                    timeout_s,
+                    settings,
+                )
         processes = dict(zip(names, meeting.processes, strict=True))
-    return SmlGroup(plane, given.store, rank, size, timeout_s, processes, own, others)
+    return SmlGroup(plane, given.store, rank, size, timeout_s, processes, own, others, new_member)
 
 
-def _plane_of(meeting: Meeting, store: Any, timeout_s: float, settings: Aggregation) -> Plane:
-    """Return the data plane: shared memory on one host; with TCP and a switch on several."""
-    if len({process.host for process in meeting.processes}) == 1:
-        return ShmPlane(meeting, timeout_s, settings)
+def _plane_of(
+    ranks: Ranks,
+    identities: Sequence[str],
+    address: Callable[[], str],
+    timeout_s: float,
+    settings: Aggregation,
+) -> ShmPlane | HostsPlane:
+    """Return the data plane: shared memory on one host; with TCP and a switch on several.
+
+    Args:
+        identities: of each rank's host.
+        address: finds where other hosts reach this one; collective.
+    """
+    hosts = hosts_of(identities)
+    if len(hosts) == 1:
+        return ShmPlane(ranks, timeout_s, settings)
     if settings.plane == "shm":
         raise UnavailableError(
             "sml: plane = shm, but the ranks of this group are not all on one host, in one process "
             "namespace and of one user; leave the plane at auto"
         )
-    return HostsPlane(meeting, store, timeout_s, settings)
+    return HostsPlane(ranks, hosts, address(), timeout_s, settings)

@@ -9,12 +9,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from torchrelay._members import Configuration, Member
 from torchrelay._torch import (
     TimeoutOnly,
     dispatches_itself,
@@ -29,7 +30,8 @@ from torchrelay._torch import (
 )
 from torchrelay.aggregation import _calls as calls
 from torchrelay.aggregation._collectives import Collectives
-from torchrelay.aggregation._plane import Plane, PlaneStats, Tensors
+from torchrelay.aggregation._plane import NoPlane, Plane, PlaneStats, Tensors
+from torchrelay.aggregation._work import DoneWork, seconds
 from torchrelay.errors import ArgumentError, UnsupportedError
 from torchrelay.world import Process
 
@@ -94,14 +96,20 @@ class _NamedGroup(_ProcessGroup):  # type: ignore[misc]
 
     supports_coalescing = supports_shrinking = supports_splitting = supports_time_estimate = False
     # Since torch 2.15.
-    supports_reconfigure = supports_window = False
+    supports_reconfigure, supports_window = True, False
 
     def __init__(self, store: dist.Store, rank: int, size: int, others: Any) -> None:
         super().__init__(rank, size)
         self._store = store
-        self._others: Any = _ProcessGroup(store, rank, size) if others is None else others
         self._name = self._desc = ""
+        self._set_others(_ProcessGroup(store, rank, size) if others is None else others)
         name_backend(self, "sml")
+
+    def _set_others(self, others: Any) -> None:
+        self._others: Any = others
+        if self._name:
+            others._set_group_name(self._name)
+            others._set_group_desc(self._desc)
 
     def name(self) -> str:
         return "sml"
@@ -143,6 +151,7 @@ class SmlGroup(_NamedGroup):
         devices: the device types of ``sml`` in this group.
         others: a plain group of the same ranks that holds the backends of all other device types;
             c10d's names reach it too.
+        new_member: makes what this rank is in groups that it forms with :meth:`reconfigure`.
 
     Attributes:
         host: the collectives of CPU tensors; None if another backend has them.
@@ -158,15 +167,29 @@ class SmlGroup(_NamedGroup):
         processes: dict[int, Process],
         devices: Sequence[str],
         others: dist.ProcessGroup | None,
+        new_member: Callable[[], Member],
     ) -> None:
         super().__init__(store, rank, size, others)
-        self._on = Collectives(plane, rank, size, timeout_s)
         self._devices = frozenset(devices)
-        self.host = self._on if "cpu" in devices else None
+        self._run_on(plane, rank, size, timeout_s)
         self.processes = processes
         self.is_closed = False
+        self._new_member = new_member
+        self._member: Member | None = None
         route_group_operators(SmlGroup)
         LIVING.add(self)
+
+    def _run_on(self, plane: Plane, rank: int, size: int, timeout_s: float) -> None:
+        self._on = Collectives(plane, rank, size, timeout_s)
+        self.host = self._on if "cpu" in self._devices else None
+
+    def getRank(self) -> int:
+        return self._on.rank
+
+    def getSize(self) -> int:
+        return self._on.size
+
+    rank, size = getRank, getSize
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._on.timeout_s = timeout.total_seconds()
@@ -185,6 +208,10 @@ class SmlGroup(_NamedGroup):
         )
 
     register_post_hook = register_pre_hook
+
+    @property
+    def timeout_s(self) -> float:
+        return self._on.timeout_s
 
     def stats(self) -> PlaneStats:
         return self._on.plane.stats()
@@ -216,7 +243,54 @@ class SmlGroup(_NamedGroup):
     start_coalescing = _start_coalescing
     end_coalescing = _end_coalescing
 
-    # --- the end
+    # --- other members, and the end
+
+    @property
+    def member(self) -> Member:
+        """What this rank is in groups that it forms with :meth:`reconfigure`."""
+        if self._others._device_types:
+            raise UnsupportedError(
+                "sml: a group with other backends cannot be reconfigured, because those cannot: "
+                f"this one has one for {self._others._device_types}"
+            )
+        if self._member is None:
+            self._member = self._new_member()
+        return self._member
+
+    def get_reconfigure_handle(self) -> str:
+        return self.member.handle
+
+    def reconfigure(self, opts: Any) -> dist.Work:
+        """Form a new group; called by c10d since torch 2.15. Blocks."""
+        self.form(opts.uuid, opts.handles, seconds(opts.timeout, self._on.timeout_s))
+        return DoneWork()
+
+    def form(self, uuid: int, handles: Any, timeout_s: float) -> Configuration:
+        """Form a new group; see :meth:`Member.reconfigure`. Rank and size change in place."""
+        member, on = self.member, self._on
+        try:
+            formed = member.reconfigure(uuid, handles, timeout_s)
+        except BaseException as error:
+            if member.group is None:
+                reason = f"has no members, because reconfiguration {uuid} failed: {error}"
+                self._run_on(NoPlane(reason), on.rank, on.size, on.timeout_s)
+            raise
+        assert member.group is not None
+        self.processes = {}
+        self._set_others(_ProcessGroup(self._store, formed.rank, formed.size))
+        self._run_on(cast("Plane", member.group), formed.rank, formed.size, on.timeout_s)
+        return formed
+
+    def abort(self) -> None:
+        """Leave the group, as :meth:`shutdown` does. If its handle was asked for, it can be
+        reconfigured again.
+        """
+        if self._member is None:
+            self.shutdown()
+        else:
+            self._member.abort()
+            on = self._on
+            self._run_on(NoPlane("was aborted"), on.rank, on.size, on.timeout_s)
 
     def shutdown(self) -> None:
         """Leave the group. Operations in progress fail, also on ranks that wait for this one."""
@@ -225,9 +299,8 @@ class SmlGroup(_NamedGroup):
             self.processes = {}
             self._on.close()
             self._others.shutdown()
-
-    def abort(self) -> None:
-        self.shutdown()
+            if self._member is not None:
+                self._member.close()
 
     # --- common to all
 

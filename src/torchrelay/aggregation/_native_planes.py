@@ -7,23 +7,19 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from torch import Tensor
 
-from torchrelay import _native, _torch, config
-from torchrelay._addresses import address_for_peers
-from torchrelay._communicators import hosts_of, open_between, open_local
+from torchrelay import _native, config
+from torchrelay._communicators import open_between, open_local
 from torchrelay._group import Collective, Compression, Group, Kind, Op
 from torchrelay.aggregation._plane import LinkStats, PlaneStats
 from torchrelay.aggregation._switch_transport import SwitchTransport, join, terms
 from torchrelay.config import Aggregation
 from torchrelay.errors import ConfigError
 from torchrelay.transport import read_key
-from torchrelay.world import Meeting
-
-if TYPE_CHECKING:
-    from torch.distributed import Store
+from torchrelay.world import Ranks
 
 __all__ = ["HostsPlane", "ShmPlane"]
 
@@ -43,11 +39,11 @@ class ShmPlane(Group):
     Creation is collective; see :func:`open_local`, also for its errors.
 
     Args:
-        meeting: of the group's ranks.
+        ranks: of the group.
     """
 
-    def __init__(self, meeting: Meeting, timeout_s: float, settings: Aggregation) -> None:
-        super().__init__(open_local(meeting, timeout_s, settings))
+    def __init__(self, ranks: Ranks, timeout_s: float, settings: Aggregation) -> None:
+        super().__init__(open_local(ranks, timeout_s, settings))
 
     def stats(self) -> PlaneStats:
         native = self.native
@@ -57,11 +53,11 @@ class ShmPlane(Group):
 class HostsPlane(Group):
     """One rank's part in a group whose ranks run on several hosts; see :class:`_plane.Plane`.
 
-    Making one is collective over the ranks of ``meeting``.
+    Making one is collective over ``ranks``.
 
     Args:
-        store: what the ranks met over; its server's address determines which of this host's
-            addresses others can reach.
+        hosts: the ranks of each host.
+        address: of this host, at which the others reach it.
 
     Raises:
         OperationTimeoutError: a rank did not join within ``timeout_s``, or cannot be reached.
@@ -75,58 +71,60 @@ class HostsPlane(Group):
     """
 
     def __init__(
-        self, meeting: Meeting, store: Store, timeout_s: float, settings: Aggregation
+        self,
+        ranks: Ranks,
+        hosts: Sequence[Sequence[int]],
+        address: str,
+        timeout_s: float,
+        settings: Aggregation,
     ) -> None:
-        hosts = hosts_of([process.host for process in meeting.processes])
         sockets = config.load(config.TransportSettings)
-        address = address_for_peers(
-            lambda step, mine: meeting.gather(step, mine, timeout_s),
-            f"sml, {meeting.name}",
-            _torch.store_host(store),
-            sockets.interface,
-        )
-        here = next(ranks for ranks in hosts if meeting.rank in ranks)
+        here = next(each for each in hosts if ranks.rank in each)
         self._ranks_here = len(here)
-        super().__init__(open_local(meeting.among(here), timeout_s, settings))
+        super().__init__(open_local(ranks.among(here), timeout_s, settings))
         self._origin, self._closing = _native.Origin(), threading.Lock()
         self._switch: SwitchTransport | None = None
         self._compression = Compression[settings.compression]
-        open_between(
-            meeting,
-            hosts,
-            self.native,
-            sockets,
-            address,
-            timeout_s,
-            inline_bytes=_inline_bytes(meeting.size, bool(settings.switch)),
-            on_failure=self._wake,
-            agreed={"the use of a switch": terms(settings), "compression": settings.compression},
-        )
         try:
+            open_between(
+                ranks,
+                hosts,
+                self.native,
+                sockets,
+                address,
+                timeout_s,
+                inline_bytes=_inline_bytes(ranks.size, bool(settings.switch)),
+                on_failure=self._wake,
+                agreed={
+                    "the use of a switch": terms(settings),
+                    "compression": settings.compression,
+                },
+            )
             if settings.switch and read_key(sockets) and not settings.unencrypted_switch:
                 raise ConfigError(
-                    f"{meeting.name}, sml: there is a key, but a switch adds integers that it must "
+                    f"{ranks.name}, sml: there is a key, but a switch adds integers that it must "
                     "read, so what goes through it is not encrypted; use none, or allow it with "
                     "TORCHRELAY_AGGREGATION_UNENCRYPTED_SWITCH=1"
                 )
             if settings.switch and self._compression is not Compression.none:
-                raise ConfigError(f"{meeting.name}, {_COMPRESSION_AND_SWITCH}")
+                raise ConfigError(f"{ranks.name}, {_COMPRESSION_AND_SWITCH}")
             if settings.switch:
-                leaders = [ranks[0] for ranks in hosts]
-                client = join(meeting, leaders, settings, timeout_s)
+                leaders = [each[0] for each in hosts]
+                client = join(ranks, leaders, settings, timeout_s)
                 check = functools.partial(self.native.check, "waiting for other hosts")
                 self._switch = SwitchTransport(
-                    leaders, meeting.names, settings, client, self.native, check
+                    leaders, ranks.names, settings, client, self.native, check
                 )
             self.run([Collective(Kind.barrier)], timeout_s, True)
+            self.start_counting()
         except BaseException:
             self.close()
             raise
-        if meeting.rank == 0:
+        if ranks.rank == 0:
             switch = self._switch
             _logger.info(
                 "sml: %s ranks on %d hosts: shared memory within each; between them %s",
-                " + ".join(str(len(ranks)) for ranks in hosts),
+                " + ".join(str(len(each)) for each in hosts),
                 len(hosts),
                 f"{switch.reason}, TCP for the rest" if switch else "TCP (no switch is configured)",
             )

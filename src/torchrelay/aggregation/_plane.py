@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 from torch import Tensor
 
 from torchrelay._group import Collective, Op, Ticket, Transfer
+from torchrelay.errors import UnavailableError
 
-__all__ = ["LinkStats", "Plane", "PlaneStats", "Tensors"]
+__all__ = ["LinkStats", "NoPlane", "Plane", "PlaneStats", "Tensors"]
 
 Tensors = Sequence[Tensor]
 
@@ -82,3 +83,23 @@ class Plane(Protocol):
     def stats(self) -> PlaneStats: ...
 
     def close(self) -> None: ...
+
+
+class NoPlane:
+    """The data plane of a group that has no members, because of ``reason``."""
+
+    def __init__(self, reason: str) -> None:
+        self._reason = reason
+
+    def _refuse(self, *_: object) -> NoReturn:
+        raise UnavailableError(
+            f"sml: this group {self._reason}; call reconfigure with a fresh uuid"
+        )
+
+    run = all_reduce = send = receive = wait_transfer = _refuse
+
+    def stats(self) -> PlaneStats:
+        return PlaneStats("none", 0, 0, 0.0)
+
+    def close(self) -> None:
+        pass

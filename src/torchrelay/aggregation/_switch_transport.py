@@ -22,7 +22,7 @@ from torchrelay.errors import (
     TorchRelayError,
     UnavailableError,
 )
-from torchrelay.world import Meeting
+from torchrelay.world import Ranks
 
 __all__ = ["SwitchTransport", "join", "terms"]
 
@@ -52,7 +52,7 @@ def terms(settings: Aggregation) -> str:
 
 
 def join(
-    meeting: Meeting, leaders: Sequence[int], settings: Aggregation, timeout_s: float
+    ranks: Ranks, leaders: Sequence[int], settings: Aggregation, timeout_s: float
 ) -> SwitchClient | None:
     """Join a session of all hosts' leaders; collective over all ranks, blocks.
 
@@ -65,8 +65,8 @@ def join(
     """
     client, trouble = None, ""
     answer_s = min(timeout_s, _ANSWER_S)
-    if meeting.rank in leaders:
-        session_id, worker = int(meeting.attempt, 16), leaders.index(meeting.rank)
+    if ranks.rank in leaders:
+        session_id, worker = int(ranks.attempt, 16), leaders.index(ranks.rank)
         try:
             client = SwitchClient(
                 settings.switch, worker, len(leaders), session_id, settings, answer_s
@@ -75,11 +75,11 @@ def join(
             trouble = str(error)
     try:
         # A leader always answers, and knows more than who waits for it: that wait is longer.
-        troubles = meeting.gather("switch", trouble, answer_s + _ANSWER_S + timeout_s)
-        for other, text in zip(meeting.names, troubles, strict=True):
+        troubles = ranks.gather("switch", trouble, answer_s + _ANSWER_S + timeout_s)
+        for other, text in zip(ranks.names, troubles, strict=True):
             if text:
                 raise UnavailableError(
-                    f"{meeting.name}, sml: rank {other} could not join its switch: {text}"
+                    f"{ranks.name}, sml: rank {other} could not join its switch: {text}"
                 )
     except BaseException:
         if client is not None:
