@@ -14,6 +14,7 @@ from torch import Tensor
 
 from torchrelay import _native
 from torchrelay._native import Compression, Dtype, Kind, Op, Ticket, Transfer
+from torchrelay.errors import OperationTimeoutError, PeerLostError
 
 __all__ = [
     "ANY_RANK",
@@ -81,6 +82,15 @@ class Group:
     def start_counting(self) -> None:
         """Count from now on."""
         self._uncounted = self.native.completed
+
+    @property
+    def failure(self) -> OperationTimeoutError | PeerLostError | None:
+        """Why the group is broken, or None. Does not wait."""
+        try:
+            self.native.check("looking for failures")
+        except (OperationTimeoutError, PeerLostError) as error:
+            return error
+        return None
 
     def run(self, calls: Sequence[Collective], timeout_s: float, may_block: bool) -> Ticket | None:
         """Run collectives; several are one call, of which none begins before all ranks agree.

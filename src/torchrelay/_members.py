@@ -22,7 +22,13 @@ from torchrelay._group import Collective, Group, Kind
 from torchrelay._mesh import Handle, Listener, Mesh
 from torchrelay._ranks import POLL_S
 from torchrelay._waiting import listed
-from torchrelay.errors import ArgumentError, PeerLostError, UnavailableError, from_json
+from torchrelay.errors import (
+    ArgumentError,
+    MismatchError,
+    OperationTimeoutError,
+    PeerLostError,
+    UnavailableError,
+)
 from torchrelay.world import Ranks
 
 __all__ = ["Configuration", "Member", "MemberRanks"]
@@ -117,6 +123,7 @@ class MemberRanks(Ranks):
     def wait(self, step: str, timeout_s: float, *arguments: Any, **waiting: Any) -> list[str]:
         texts = super().wait(step, min(timeout_s, self.left_s), *arguments, **waiting)
         while not self._mesh.is_flushed and self.left_s:
+            self._pause(POLL_S)
             self._check_processes(list)
         return texts
 
@@ -129,8 +136,10 @@ class MemberRanks(Ranks):
     def _under(self, prefix: str) -> Any:
         return self.store.under(prefix)
 
+    def _pause(self, longest_s: float) -> None:
+        self._mesh.pump(longest_s)
+
     def _check_processes(self, missing: Callable[[], Sequence[int]]) -> None:
-        self._mesh.pump(POLL_S)
         self._check()
         self._check_trouble()
         lost = [self.names[i] for i in missing() if self._mesh.is_lost(self.names[i])]
@@ -142,12 +151,13 @@ class MemberRanks(Ranks):
     def _check_trouble(self) -> None:
         if self._mesh.failure is None:
             return
-        rank, value = self._mesh.failure
-        error = from_json(value)
+        rank, error = self._mesh.failure
         text = f"{self.name}, reconfiguration {self._uuid}: rank {rank} gave up: {error}"
-        if isinstance(error, UnavailableError):
-            raise PeerLostError(text, (rank,))
-        raise from_json({**value, "message": text})
+        if isinstance(error, MismatchError):
+            raise MismatchError(text)
+        is_late = isinstance(error, OperationTimeoutError)
+        kind = OperationTimeoutError if is_late else PeerLostError
+        raise kind(text, getattr(error, "ranks", ()) or (rank,))
 
     def _late(self, names: Sequence[int], elapsed_s: float, call: str = "", hint: str = "") -> str:
         return f"{self._about(names)} did not come within {elapsed_s:.1f} s"

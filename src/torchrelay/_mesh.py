@@ -25,12 +25,12 @@ import socket
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from torchrelay._addresses import is_loopback, listen_at, network_identity
 from torchrelay._processes import host_identity
-from torchrelay.errors import ArgumentError, MismatchError, to_json
+from torchrelay.errors import ArgumentError, MismatchError, TorchRelayError, from_json, to_json
 
 __all__ = ["Handle", "Listener", "Mesh"]
 
@@ -78,7 +78,7 @@ class Handle:
             ) from error
         return handle
 
-    @property
+    @cached_property
     def text(self) -> str:
         return json.dumps(asdict(self), separators=(",", ":"))
 
@@ -222,7 +222,7 @@ class Mesh:
     Attributes:
         secret: known to those who have the same handles and key.
         values: what was announced, by key.
-        failure: why the group cannot form, as ``to_json`` describes it, and the rank that says so.
+        failure: the rank that says that the group cannot form, and why.
     """
 
     def __init__(self, listener: Listener, members: Sequence[Handle], uuid: int) -> None:
@@ -239,7 +239,7 @@ class Mesh:
             "nonce": secrets.token_hex(8),
         }
         self.values: dict[str, bytes] = {}
-        self.failure: tuple[int, dict[str, Any]] | None = None
+        self.failure: tuple[int, TorchRelayError] | None = None
         self._has_failed = False
         self._announced: list[dict[str, Any]] = []
         self._strangers: list[_Incoming] = []
@@ -371,10 +371,10 @@ class Mesh:
             data = peer.sock.recv(_MAX_FRAME)
             peer.answers.feed(data)
             for frame in peer.answers:
-                self.failure = self.failure or (peer.rank, frame["failed"])
+                self._hear(peer, frame)
         except BlockingIOError:
             return
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
             data = b""
         if not data:
             self._hang_up(peer, errno.ECONNRESET)
@@ -451,7 +451,7 @@ class Mesh:
             if theirs[name] != self._greeting[name]:
                 message = f"reconfiguration {uuid}: {what} of {peer.handle.place} are not those of "
                 message += self._listener.handle.place
-                self.failure = peer.rank, to_json(MismatchError(message))
+                self.failure = peer.rank, MismatchError(message)
                 raise ValueError(message)
         incoming.frames.key = _session_key(self._listener.handle, self._listener)
         former, peer.incoming, incoming.peer = peer.incoming, incoming, peer
@@ -461,7 +461,7 @@ class Mesh:
 
     def _hear(self, peer: _Peer, frame: dict[str, Any]) -> None:
         if "failed" in frame:
-            self.failure = self.failure or (peer.rank, frame["failed"])
+            self.failure = self.failure or (peer.rank, from_json(frame["failed"]))
         else:
             self.values[frame["key"]] = frame["text"].encode()
 

@@ -194,8 +194,13 @@ class Ranks:
                 partial(self._late, call=call, hint=hint),
                 check_all,
                 timeout_s,
+                self._pause,
             )
             return [text.decode() for text in values_of(self.store, values)]
+
+    def _pause(self, longest_s: float) -> None:
+        """Wait before the next look at the store."""
+        time.sleep(longest_s)
 
     def _check_processes(self, missing: Callable[[], Sequence[int]]) -> None:
         """Raise if one of the ranks ``missing`` can no longer come."""

@@ -39,6 +39,7 @@ def wait_for_others(
     sentence: Callable[[Sequence[int], float], str],
     check: Callable[[], None],
     timeout_s: float,
+    pause: Callable[[float], object] = time.sleep,
 ) -> None:
     """Wait until ``is_complete``; log a warning that names who is missing after some seconds.
 
@@ -47,6 +48,7 @@ def wait_for_others(
         missing: called rarely: those missing; ``None``: not known yet. May raise.
         sentence: the message about those who are missing after so many seconds.
         check: called often; raises if a process was lost.
+        pause: waits for up to so many seconds; it may return when something has happened.
 
     Raises:
         OperationTimeoutError: some did not arrive within ``timeout_s``; ``ranks`` names them.
@@ -67,5 +69,5 @@ def wait_for_others(
             if absent and elapsed_s > next_report_s:
                 _logger.warning("%s", sentence(absent, elapsed_s))
                 next_report_s = 4 * elapsed_s
-        time.sleep(pause_s)
+        pause(pause_s)
         pause_s = min(2 * pause_s, _POLL_LAST_S)

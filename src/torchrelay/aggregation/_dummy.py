@@ -85,6 +85,8 @@ class DummyPlane:
         """Return True: no message is ever unfinished."""
         return True
 
+    failure = None
+
     def stats(self) -> PlaneStats:
         return PlaneStats("dummy", self._jobs, self._payload_bytes, self._waiting_s)
 

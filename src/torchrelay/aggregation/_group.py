@@ -32,7 +32,7 @@ from torchrelay.aggregation import _calls as calls
 from torchrelay.aggregation._collectives import Collectives
 from torchrelay.aggregation._plane import NoPlane, Plane, PlaneStats, Tensors
 from torchrelay.aggregation._work import DoneWork, seconds
-from torchrelay.errors import ArgumentError, UnsupportedError
+from torchrelay.errors import ArgumentError, OperationTimeoutError, UnsupportedError
 from torchrelay.world import Process
 
 __all__ = ["LIVING", "SmlGroup"]
@@ -42,6 +42,7 @@ _SUM = dist.ReduceOp.SUM
 
 # c10d declares each method with overloads; here one method takes all forms.
 _c10d: Any = dist.distributed_c10d
+_ErrorType: Any = torch._C._distributed_c10d.ErrorType
 _ProcessGroup: Any = dist.ProcessGroup
 
 LIVING: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -103,7 +104,6 @@ class _NamedGroup(_ProcessGroup):  # type: ignore[misc]
         self._store = store
         self._name = self._desc = ""
         self._set_others(_ProcessGroup(store, rank, size) if others is None else others)
-        name_backend(self, "sml")
 
     def _set_others(self, others: Any) -> None:
         self._others: Any = others
@@ -172,6 +172,7 @@ class SmlGroup(_NamedGroup):
         super().__init__(store, rank, size, others)
         self._devices = frozenset(devices)
         self._run_on(plane, rank, size, timeout_s)
+        name_backend(self, "sml")
         self.processes = processes
         self.is_closed = False
         self._new_member = new_member
@@ -262,8 +263,19 @@ class SmlGroup(_NamedGroup):
 
     def reconfigure(self, opts: Any) -> dist.Work:
         """Form a new group; called by c10d since torch 2.15. Blocks."""
-        self.form(opts.uuid, opts.handles, seconds(opts.timeout, self._on.timeout_s))
+        try:
+            self.form(opts.uuid, opts.handles, seconds(opts.timeout, self._on.timeout_s))
+        except ArgumentError as error:
+            raise RuntimeError(str(error)) from error  # as backends in C++ do
         return DoneWork()
+
+    def get_error(self) -> Any:
+        """Return whether the group has failed, as c10d names it. Does not wait."""
+        error = self._on.plane.failure
+        if error is None:
+            return _ErrorType.SUCCESS
+        is_late = isinstance(error, OperationTimeoutError)
+        return _ErrorType.TIMEOUT if is_late else _ErrorType.COMM_ERROR
 
     def form(self, uuid: int, handles: Any, timeout_s: float) -> Configuration:
         """Form a new group; see :meth:`Member.reconfigure`. Rank and size change in place."""

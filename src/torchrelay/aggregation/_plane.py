@@ -82,11 +82,16 @@ class Plane(Protocol):
 
     def stats(self) -> PlaneStats: ...
 
+    @property
+    def failure(self) -> Exception | None: ...
+
     def close(self) -> None: ...
 
 
 class NoPlane:
     """The data plane of a group that has no members, because of ``reason``."""
+
+    failure = None
 
     def __init__(self, reason: str) -> None:
         self._reason = reason

@@ -138,7 +138,10 @@ def _group_of_c10d(world: World) -> str:
         while True:
             dist.all_reduce(tensor)
     assert caught.value.ranks == (0,)
+    group: Any = dist.group.WORLD
+    assert group.get_error().name == "COMM_ERROR"
     formed = reconfigure(None, 1, handles[1:])
+    assert group.get_error().name == "SUCCESS"
     tensor.fill_(formed.rank + 1.0)
     dist.all_reduce(tensor)
     assert tensor.eq(3).all()

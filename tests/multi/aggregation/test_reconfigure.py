@@ -160,3 +160,48 @@ def test_other_groups_are_refused(world: World) -> None:
     both: Any = dist.new_group(backend="cuda:gloo,cpu:sml")
     with pytest.raises(NotImplementedError, match="with other backends"):
         get_reconfigure_handle(both)
+
+
+has_own = pytest.mark.skipif(
+    not hasattr(dist, "_reconfigure"), reason="torch has its own functions since 2.15"
+)
+_torch: Any = dist
+
+
+@has_own
+@pytest.mark.processes(3, together=True)
+def test_by_functions_of_torch(world: World) -> None:
+    store = world.connect(TIMEOUT_S)
+    _torch.init_process_group(
+        "sml",
+        store=dist.PrefixStore("init", store),
+        rank=world.rank,
+        world_size=world.size,
+        enable_reconfigure=True,
+    )
+    assert _torch._supports_reconfigure()
+    backend: Any = _torch.get_backend_impl(dist.group.WORLD, torch.device("cpu"))
+    assert backend.supports_reconfigure
+    with pytest.raises(UnavailableError, match="has not been done"):
+        dist.all_reduce(torch.ones(3))
+    handles = exchange(world, store)
+    assert _torch._get_reconfigure_handle() == handles[world.rank]
+
+    def form(uuid: int, chosen: list[int]) -> None:
+        members = [handles[rank] for rank in chosen]
+        _torch._reconfigure(uuid, members, timeout=timedelta(seconds=TIMEOUT_S)).wait()
+        assert dist.get_rank() == chosen.index(world.rank)
+        assert dist.get_world_size() == len(chosen)
+        tensor = torch.full((4,), dist.get_rank() + 1.0)
+        dist.all_reduce(tensor)
+        assert tensor.eq(sum(range(1, len(chosen) + 1))).all()
+
+    form(1 + world.rank, [world.rank])
+    with pytest.raises(RuntimeError, match="already used"):
+        form(1 + world.rank, [world.rank])
+    form(10, [0, 1, 2])
+    if world.rank != 1:
+        form(11, [2, 0])
+    backend.abort()
+    assert backend.get_error().name == "SUCCESS"
+    form(12, [1, 2, 0])
