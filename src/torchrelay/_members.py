@@ -20,6 +20,7 @@ from torchrelay._addresses import address_for_anyone
 from torchrelay._communicators import open_group
 from torchrelay._group import Collective, Group, Kind
 from torchrelay._mesh import Handle, Listener, Mesh
+from torchrelay._processes import remedy_of
 from torchrelay._ranks import POLL_S
 from torchrelay._waiting import listed
 from torchrelay.errors import (
@@ -208,7 +209,9 @@ class Member:
         try:
             self._listener = Listener(self._address, key, transport.key_name(key))
         except OSError as error:
-            raise UnavailableError(f"listening at {self._address}: {error}") from error
+            raise UnavailableError(
+                f"listening at {self._address}: {error}; {remedy_of(error)}"
+            ) from error
         self._open = open_ranks
         self.handle = self._listener.handle.text
         self.group: Group | None = None
@@ -262,7 +265,7 @@ class Member:
                 if self._aborts != aborts:
                     raise UnavailableError(f"reconfiguration {uuid} was aborted in this process")
 
-            with contextlib.closing(Mesh(self._listener, members, uuid)) as mesh:
+            with contextlib.closing(self._mesh(members, uuid)) as mesh:
                 ranks = MemberRanks(mesh, members, uuid, timeout_s, check)
                 try:
                     with ranks.joining():
@@ -298,6 +301,13 @@ class Member:
         self.abort()
         with self._turn:
             self._listener.close()
+
+    def _mesh(self, members: Sequence[Handle], uuid: int) -> Mesh:
+        try:
+            return Mesh(self._listener, members, uuid)
+        except OSError as error:
+            text = f"reconfiguration {uuid}: {error}; {remedy_of(error)}"
+            raise UnavailableError(text) from error
 
     def _drop(self) -> None:
         group, self.group, self.configuration = self.group, None, None

@@ -23,6 +23,7 @@ import select
 import selectors
 import socket
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
@@ -30,7 +31,14 @@ from typing import Any
 
 from torchrelay._addresses import is_loopback, listen_at, network_identity
 from torchrelay._processes import host_identity
-from torchrelay.errors import ArgumentError, MismatchError, TorchRelayError, from_json, to_json
+from torchrelay.errors import (
+    ArgumentError,
+    MismatchError,
+    TorchRelayError,
+    UnavailableError,
+    from_json,
+    to_json,
+)
 
 __all__ = ["Handle", "Listener", "Mesh"]
 
@@ -43,6 +51,23 @@ _GREETING_S = 5.0  # how long a connection may have none
 _REDIAL_S = 0.3
 _MAC_BYTES, _LENGTH_BYTES = 16, 4
 _HEAD_BYTES = _LENGTH_BYTES + _MAC_BYTES
+
+
+_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    """Close what the others watch, so that they see the end of the process that was forked."""
+    for sock in _sockets:
+        sock.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
+def _own(sock: socket.socket) -> socket.socket:
+    _sockets.add(sock)
+    return sock
 
 
 @dataclass(frozen=True)
@@ -190,7 +215,7 @@ class Listener:
     """
 
     def __init__(self, address: str, key: bytes | None, key_name: str) -> None:
-        self.socket = listen_at(address)
+        self.socket = _own(listen_at(address))
         self.socket.setblocking(False)
         self.key, self.key_name = key or b"", key_name
         self.waiting: list[_Incoming] = []
@@ -312,11 +337,12 @@ class Mesh:
     def _dial(self, peer: _Peer) -> None:
         here, there = self._listener.handle, peer.handle
         if is_loopback(there.address) and there.network != here.network:
-            peer.trouble = "a loopback address of another host: set TORCHRELAY_TRANSPORT_INTERFACE"
-            peer.dial_s = float("inf")
-            return
+            raise UnavailableError(
+                f"rank {peer.rank} ({there.place}) listens at a loopback address of another host; "
+                "set TORCHRELAY_TRANSPORT_INTERFACE there"
+            )
         family = socket.AF_INET6 if ":" in there.address else socket.AF_INET
-        sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        sock = _own(socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK))
         peer.sock, peer.is_connected = sock, False
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         error = sock.connect_ex((there.address, there.port))
@@ -404,7 +430,7 @@ class Mesh:
             if len(self._strangers) >= _MAX_WAITING:
                 self._turn_away(self._strangers[0], "too many others connect")
             frames = _Frames(self._listener.handle.key)
-            self._watch(_Incoming(sock, f"{origin[0]}:{origin[1]}", frames, time.monotonic()))
+            self._watch(_Incoming(_own(sock), f"{origin[0]}:{origin[1]}", frames, time.monotonic()))
 
     def _watch(self, incoming: _Incoming) -> None:
         self._strangers.append(incoming)

@@ -46,7 +46,7 @@ def test_what_pytorch_asks_a_group(world: World) -> None:
         dist.monitored_barrier()
     sml = cast(Any, group)
     sml.monitored_barrier(timedelta(seconds=60))
-    assert not sml.supports_reconfigure and not sml.supports_window
+    assert sml.supports_reconfigure and not sml.supports_window
     for register in (sml.register_pre_hook, sml.register_post_hook):
         with pytest.raises(UnsupportedError, match="the collectives of sml bypass"):
             register(1, print)
