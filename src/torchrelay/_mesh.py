@@ -47,8 +47,8 @@ _VERSION = 1  # of handles and frames
 _MAX_HANDLE = 1024  # characters
 _MAX_FRAME, _MAX_DATA = 64 << 10, 1 << 20  # bytes: of one, and of all of a connection
 _MAX_WAITING = 1024  # connections without a greeting, or for another reconfiguration
-_GREETING_S = 5.0  # how long a connection may have none
 _REDIAL_S = 0.3
+_FAREWELL_S = 0.2  # how long one that gives up tries to reach the others
 _MAC_BYTES, _LENGTH_BYTES = 16, 4
 _HEAD_BYTES = _LENGTH_BYTES + _MAC_BYTES
 
@@ -143,19 +143,15 @@ class _Frames:
                 raise ValueError("it sends too much")
             if len(self._data) < end:
                 return
-            mac, body = (
-                bytes(self._data[_LENGTH_BYTES:_HEAD_BYTES]),
-                bytes(self._data[_HEAD_BYTES:end]),
-            )
-            if not hmac.compare_digest(mac, self._mac(body)):
+            body = bytes(self._data[_HEAD_BYTES:end])
+            if not hmac.compare_digest(self._data[_LENGTH_BYTES:_HEAD_BYTES], self._mac(body)):
                 raise ValueError("it lacks this member's token or the job's key")
             del self._data[:end]
             yield json.loads(body)
 
     def _mac(self, body: bytes) -> bytes:
-        self._last = hashlib.blake2b(
-            self._last + body, key=self.key, digest_size=_MAC_BYTES
-        ).digest()
+        mac = hashlib.blake2b(self._last + body, key=self.key, digest_size=_MAC_BYTES)
+        self._last = mac.digest()
         return self._last
 
 
@@ -166,7 +162,6 @@ class _Incoming:
     sock: socket.socket
     origin: str
     frames: _Frames
-    accepted_s: float
     greeting: dict[str, Any] = field(default_factory=dict)
     peer: _Peer | None = None
     has_ended: bool = False
@@ -304,10 +299,15 @@ class Mesh:
         self._send_all({"key": key, "text": text})
 
     def fail(self, error: BaseException) -> None:
-        """Tell the others, once, why this member gives up."""
-        if not self._has_failed:
-            self._has_failed = True
-            self._send_all({"failed": to_json(error)})
+        """Tell the others, once, why this member gives up; also those that come later."""
+        if self._has_failed:
+            return
+        self._has_failed = True
+        self._send_all({"failed": to_json(error)})
+        end_s = time.monotonic() + _FAREWELL_S
+        with contextlib.suppress(OSError, TorchRelayError):  # what the error may be about
+            while not self.is_flushed and time.monotonic() < end_s:
+                self.pump(_FAREWELL_S / 10)
 
     def is_lost(self, rank: int) -> bool:
         """Return whether a member has ended its connection, or nobody listens where it did."""
@@ -329,8 +329,6 @@ class Mesh:
                 self._dial(peer)
         for key, events in self._selector.select(wait_s):
             key.data(events)
-        for late in [each for each in self._strangers if now_s - each.accepted_s > _GREETING_S]:
-            self._turn_away(late, f"it sent no greeting within {_GREETING_S:g} s")
 
     # --- connections to others
 
@@ -430,7 +428,7 @@ class Mesh:
             if len(self._strangers) >= _MAX_WAITING:
                 self._turn_away(self._strangers[0], "too many others connect")
             frames = _Frames(self._listener.handle.key)
-            self._watch(_Incoming(_own(sock), f"{origin[0]}:{origin[1]}", frames, time.monotonic()))
+            self._watch(_Incoming(_own(sock), f"{origin[0]}:{origin[1]}", frames))
 
     def _watch(self, incoming: _Incoming) -> None:
         self._strangers.append(incoming)
