@@ -143,6 +143,8 @@ class MemberRanks(Ranks):
     def _check_processes(self, missing: Callable[[], Sequence[int]]) -> None:
         self._check()
         self._check_trouble()
+        if self._mesh.unreachable is not None:
+            raise self._mesh.unreachable
         lost = [self.names[i] for i in missing() if self._mesh.is_lost(self.names[i])]
         if lost:
             raise PeerLostError(
@@ -217,7 +219,7 @@ class Member:
         self.group: Group | None = None
         self.configuration: Configuration | None = None
         self._turn, self._state = threading.Lock(), threading.Lock()
-        self._aborts = 0
+        self._aborts, self._is_closed = 0, False
         self._uuid: int | None = None  # of the current group, once it has formed
         self._former: tuple[int | None, int] = (None, 0)  # of the last that had: uuid, completed
 
@@ -260,6 +262,8 @@ class Member:
             with self._state:
                 self._drop()
                 aborts = self._aborts
+                if self._is_closed:
+                    raise UnavailableError(f"reconfiguration {uuid}: this member was closed")
 
             def check() -> None:
                 if self._aborts != aborts:
@@ -284,6 +288,7 @@ class Member:
             former, completed = zip(*records, strict=True)
             texts = tuple(member.text for member in members)
             with self._state:
+                check()
                 self._uuid = uuid
                 self.configuration = Configuration(uuid, mesh.rank, texts, former, completed)
                 return self.configuration
@@ -298,6 +303,7 @@ class Member:
 
     def close(self) -> None:
         """Leave the current group, and listen no more. Idempotent."""
+        self._is_closed = True
         self.abort()
         with self._turn:
             self._listener.close()

@@ -34,6 +34,7 @@ from torchrelay._processes import host_identity
 from torchrelay.errors import (
     ArgumentError,
     MismatchError,
+    PeerLostError,
     TorchRelayError,
     UnavailableError,
     from_json,
@@ -155,6 +156,10 @@ class _Frames:
         return self._last
 
 
+class _OverError(ValueError):
+    """A member has come to a reconfiguration that this one has left."""
+
+
 @dataclass(eq=False)
 class _Incoming:
     """A connection that another member, or a stranger, has made."""
@@ -243,6 +248,7 @@ class Mesh:
         secret: known to those who have the same handles and key.
         values: what was announced, by key.
         failure: the rank that says that the group cannot form, and why.
+        unreachable: why a member can never be reached from here.
     """
 
     def __init__(self, listener: Listener, members: Sequence[Handle], uuid: int) -> None:
@@ -260,6 +266,7 @@ class Mesh:
         }
         self.values: dict[str, bytes] = {}
         self.failure: tuple[int, TorchRelayError] | None = None
+        self.unreachable: UnavailableError | None = None
         self._has_failed = False
         self._announced: list[dict[str, Any]] = []
         self._strangers: list[_Incoming] = []
@@ -305,9 +312,9 @@ class Mesh:
         self._has_failed = True
         self._send_all({"failed": to_json(error)})
         end_s = time.monotonic() + _FAREWELL_S
-        with contextlib.suppress(OSError, TorchRelayError):  # what the error may be about
-            while not self.is_flushed and time.monotonic() < end_s:
-                self.pump(_FAREWELL_S / 10)
+        while self._is_sending and time.monotonic() < end_s:
+            with contextlib.suppress(OSError):  # what the error may be about
+                self._serve(_FAREWELL_S / 10)
 
     def is_lost(self, rank: int) -> bool:
         """Return whether a member has ended its connection, or nobody listens where it did."""
@@ -327,18 +334,27 @@ class Mesh:
         for peer in self._peers.values():
             if peer.sock is None and not peer.has_refused and now_s >= peer.dial_s:
                 self._dial(peer)
+        self._serve(wait_s)
+
+    def _serve(self, wait_s: float) -> None:
         for key, events in self._selector.select(wait_s):
             key.data(events)
 
     # --- connections to others
 
+    @property
+    def _is_sending(self) -> bool:
+        return any(peer.sock is not None and peer.is_behind for peer in self._peers.values())
+
     def _dial(self, peer: _Peer) -> None:
         here, there = self._listener.handle, peer.handle
         if is_loopback(there.address) and there.network != here.network:
-            raise UnavailableError(
+            peer.has_refused = True
+            self.unreachable = UnavailableError(
                 f"rank {peer.rank} ({there.place}) listens at a loopback address of another host; "
                 "set TORCHRELAY_TRANSPORT_INTERFACE there"
             )
+            return
         family = socket.AF_INET6 if ":" in there.address else socket.AF_INET
         sock = _own(socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK))
         peer.sock, peer.is_connected = sock, False
@@ -426,7 +442,7 @@ class Mesh:
                 return
             sock.setblocking(False)
             if len(self._strangers) >= _MAX_WAITING:
-                self._turn_away(self._strangers[0], "too many others connect")
+                self._turn_away(self._strangers[0], ValueError("too many others connect"))
             frames = _Frames(self._listener.handle.key)
             self._watch(_Incoming(_own(sock), f"{origin[0]}:{origin[1]}", frames))
 
@@ -449,7 +465,7 @@ class Mesh:
                 for frame in incoming.frames:
                     self._hear(incoming.peer, frame)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            self._turn_away(incoming, str(error))
+            self._turn_away(incoming, error)
         if incoming.has_ended:
             self._forget(incoming)
 
@@ -460,7 +476,7 @@ class Mesh:
             raise ValueError(f"its version of torchrelay has another protocol, {theirs['version']}")
         if uuid != self._uuid:
             if uuid in self._listener.used:
-                raise ValueError(f"reconfiguration {uuid} is over: use a fresh uuid")
+                raise _OverError(f"reconfiguration {uuid} is over there; use a fresh uuid")
             self._selector.unregister(incoming.sock)
             self._strangers.remove(incoming)
             if len(self._listener.waiting) >= _MAX_WAITING:
@@ -489,12 +505,11 @@ class Mesh:
         else:
             self.values[frame["key"]] = frame["text"].encode()
 
-    def _turn_away(self, incoming: _Incoming, reason: str) -> None:
+    def _turn_away(self, incoming: _Incoming, reason: Exception) -> None:
         _logger.warning("turned away the connection from %s: %s", incoming.origin, reason)
         if incoming.greeting:
-            error = MismatchError(
-                f"{self._listener.handle.place} turned this member away: {reason}"
-            )
+            kind = PeerLostError if isinstance(reason, _OverError) else MismatchError
+            error = kind(f"{self._listener.handle.place} turned this member away: {reason}")
             with contextlib.suppress(OSError):
                 answer = _Frames(self._listener.handle.key).pack({"failed": to_json(error)})
                 incoming.sock.send(answer)

@@ -224,7 +224,7 @@ class Ranks:
             with self._store_errors():
                 while time.monotonic() < deadline_s:  # a rank that has left may have said why
                     self._check_trouble()
-                    time.sleep(POLL_S)
+                    self._pause(POLL_S)
             raise
         except TorchRelayError as error:
             self.refuse(error)

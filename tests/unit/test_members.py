@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
+import os
 import random
 import socket
 from collections.abc import Callable, Iterator, Sequence, Set
@@ -13,8 +15,8 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
-from torchrelay._group import Op
-from torchrelay._members import Configuration, Member
+from torchrelay._group import Group, Op
+from torchrelay._members import Configuration, Member, MemberRanks, _open
 from torchrelay._mesh import Handle
 from torchrelay.errors import (
     ArgumentError,
@@ -220,6 +222,67 @@ def test_abort(members: Members) -> None:
     a.abort()
     assert a.group is None and a.configuration is None
     members.form(3, [a, b])
+
+
+def test_abort_when_the_group_has_just_formed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def open_ranks(ranks: MemberRanks, address: str, timeout_s: float) -> Group:
+        group = _open(ranks, address, timeout_s)
+        monkeypatch.setattr(group, "start_counting", member.abort)
+        return group
+
+    with Member("127.0.0.1", open_ranks) as member:
+        with pytest.raises(UnavailableError, match="was aborted"):
+            member.reconfigure(1, [member.handle], 1.0)
+        assert member.group is None and member.configuration is None
+
+
+def test_after_close(members: Members) -> None:
+    a, b = members.add(2)
+    a.close()
+    for uuid, handles in enumerate(([a.handle], [a.handle, b.handle])):
+        with pytest.raises(UnavailableError, match="was closed"):
+            a.reconfigure(uuid, handles, 1.0)
+    assert a.group is None
+
+
+def test_a_forked_child_does_not_listen(members: Members) -> None:
+    a, b = members.add(2)
+    members.form(1, [a, b])
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(writer)
+        os.read(reader, 1)  # until the parent closes the pipe
+        os._exit(0)
+    try:
+        b.close()
+        with pytest.raises(PeerLostError, match=r"rank 1 .*ended or left"):
+            members.start(a, 2, [a.handle, b.handle]).result()
+    finally:
+        os.close(reader)
+        os.close(writer)
+        os.waitpid(child, 0)
+
+
+def test_one_that_comes_when_all_is_over(members: Members) -> None:
+    a, b, c = members.add(3)
+    members.form(1, [a, b])
+    late = members.start(c, 1, [a.handle, b.handle, c.handle])
+    for uuid in itertools.count(2):
+        members.form(uuid, [a, b])
+        if late.done():
+            break
+    with pytest.raises(PeerLostError, match=r"reconfiguration 1 is over there; use a fresh uuid"):
+        late.result()
+
+
+def test_a_loopback_address_of_another_host(members: Members) -> None:
+    a, b, c = members.add(3)
+    elsewhere = json.dumps({**json.loads(b.handle), "network": "another"})
+    handles = [a.handle, elsewhere, c.handle]
+    for future in [members.start(member, 1, handles) for member in (a, c)]:
+        with pytest.raises((UnavailableError, PeerLostError), match="set TORCHRELAY_TRANSPORT_INT"):
+            future.result()
 
 
 def test_members_that_disagree(members: Members) -> None:

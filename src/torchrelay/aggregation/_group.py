@@ -6,6 +6,7 @@ form. The device of the tensors then selects our own collectives or another back
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -32,7 +33,12 @@ from torchrelay.aggregation import _calls as calls
 from torchrelay.aggregation._collectives import Collectives
 from torchrelay.aggregation._plane import NoPlane, Plane, PlaneStats, Tensors
 from torchrelay.aggregation._work import DoneWork, seconds
-from torchrelay.errors import ArgumentError, OperationTimeoutError, UnsupportedError
+from torchrelay.errors import (
+    ArgumentError,
+    OperationTimeoutError,
+    UnavailableError,
+    UnsupportedError,
+)
 from torchrelay.world import Process
 
 __all__ = ["LIVING", "SmlGroup"]
@@ -177,6 +183,7 @@ class SmlGroup(_NamedGroup):
         self.is_closed = False
         self._new_member = new_member
         self._member: Member | None = None
+        self._changing = threading.Lock()
         route_group_operators(SmlGroup)
         LIVING.add(self)
 
@@ -255,6 +262,8 @@ class SmlGroup(_NamedGroup):
                 f"this one has one for {self._others._device_types}"
             )
         if self._member is None:
+            if self.is_closed:
+                raise UnavailableError("sml: this group was destroyed, and has no handle")
             self._member = self._new_member()
         return self._member
 
@@ -287,10 +296,12 @@ class SmlGroup(_NamedGroup):
                 reason = f"has no members, because reconfiguration {uuid} failed: {error}"
                 self._run_on(NoPlane(reason), on.rank, on.size, on.timeout_s)
             raise
-        assert member.group is not None
-        self.processes = {}
-        self._set_others(_ProcessGroup(self._store, formed.rank, formed.size))
-        self._run_on(cast("Plane", member.group), formed.rank, formed.size, on.timeout_s)
+        with self._changing:
+            if member.group is None:
+                raise UnavailableError(f"sml: reconfiguration {uuid} was aborted in this process")
+            self.processes = {}
+            self._set_others(_ProcessGroup(self._store, formed.rank, formed.size))
+            self._run_on(cast("Plane", member.group), formed.rank, formed.size, on.timeout_s)
         return formed
 
     def abort(self) -> None:
@@ -300,9 +311,10 @@ class SmlGroup(_NamedGroup):
         if self._member is None:
             self.shutdown()
         else:
-            self._member.abort()
-            on = self._on
-            self._run_on(NoPlane("was aborted"), on.rank, on.size, on.timeout_s)
+            with self._changing:
+                self._member.abort()
+                on = self._on
+                self._run_on(NoPlane("was aborted"), on.rank, on.size, on.timeout_s)
 
     def shutdown(self) -> None:
         """Leave the group. Operations in progress fail, also on ranks that wait for this one."""

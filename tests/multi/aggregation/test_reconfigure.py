@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 from datetime import timedelta
@@ -12,15 +13,17 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from torchrelay.aggregation import Configuration, get_reconfigure_handle, reconfigure
+from torchrelay.aggregation import Configuration, Options, get_reconfigure_handle, reconfigure
+from torchrelay.aggregation.switch import SwitchServer, UdpDataPlane
 from torchrelay.errors import ArgumentError, UnavailableError
 from torchrelay.world import World
 
 _steps = itertools.count()
 TIMEOUT_S = 60.0
+CHECKED = 5  # collectives of check(); that of objects has two
 
 
-def start(world: World) -> dist.Store:
+def start(world: World, options: Options | None = None) -> dist.Store:
     """Make a group of all; return the store, over which the tests exchange handles."""
     store = world.connect(TIMEOUT_S)
     dist.init_process_group(
@@ -29,6 +32,7 @@ def start(world: World) -> dist.Store:
         rank=world.rank,
         world_size=world.size,
         timeout=timedelta(seconds=TIMEOUT_S),
+        pg_options=options,
     )
     return store
 
@@ -67,11 +71,14 @@ def test_shrink_and_grow(world: World) -> None:
     store = start(world)
     dist.all_reduce(torch.ones(3))
     handles = exchange(world, store)
+    completed = 1
     for uuid, chosen in enumerate(([0, 1, 2], [2, 0], [3, 1, 0, 2], [1, 2, 3], [0, 1, 2, 3])):
         if world.rank in chosen:
             formed = reconfigure(None, uuid, [handles[rank] for rank in chosen])
             assert formed.rank == chosen.index(world.rank)
+            assert formed.completed_on_all == completed
             check(formed, len(chosen))
+            completed = CHECKED
 
 
 @pytest.mark.processes(4, together=True)
@@ -111,6 +118,32 @@ def test_between_hosts(world: World, hosts: str) -> None:
         assert placed in (["a", "a", "b", "b"], ["b", "b", "a", "a"])
         stats = dist.group.WORLD.stats()  # type: ignore[union-attr]
         assert {link.transport for link in stats.links} == {"shm", "tcp"}
+    os.environ.pop("TORCHRELAY_HOST_ID")
+
+
+@pytest.mark.processes(4, together=True)
+def test_with_a_switch(world: World) -> None:
+    os.environ["TORCHRELAY_HOST_ID"] = "abac"[world.rank]
+    store = world.connect(TIMEOUT_S)
+    with contextlib.ExitStack() as stack:
+        if world.rank == 0:
+            server = stack.enter_context(SwitchServer(UdpDataPlane(port=0)))
+            store.set("switch", server.address)
+        options = Options(switch=store.get("switch").decode(), packet_numel=64)
+        start(world, options)
+        handles = exchange(world, store)
+        for uuid, chosen in enumerate(([0, 1, 2], [3, 1, 0, 2], [2, 3], [0, 1, 2, 3])):
+            if world.rank in chosen:
+                formed = reconfigure(None, uuid, [handles[rank] for rank in chosen])
+                tensor = torch.full((100_003,), formed.rank + 1, dtype=torch.int32)
+                dist.all_reduce(tensor)
+                assert tensor.eq(sum(range(1, formed.size + 1))).all()
+                links = dist.group.WORLD.stats().links  # type: ignore[union-attr]
+                sent = {link.transport: link.sent_bytes for link in links}
+                leads_host = world.rank != 2 or 0 not in chosen
+                assert (sent["switch"] > 0) == leads_host
+        dist.barrier()  # rank 0 serves the switch until all are done
+        dist.destroy_process_group()
     os.environ.pop("TORCHRELAY_HOST_ID")
 
 
