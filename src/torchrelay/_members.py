@@ -1,7 +1,7 @@
 """Groups whose members change: each process is a member, and reconfigures into the next group.
 
 No member is special, and none serves a store: what they tell each other while a group forms goes
-over a :class:`Mesh`, of which :class:`_MeshRanks` makes the store of the group's ranks.
+over a :class:`Mesh`, of which :class:`MemberRanks` makes the store of the group's ranks.
 """
 
 from __future__ import annotations

