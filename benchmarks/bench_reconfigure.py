@@ -163,6 +163,7 @@ def main() -> None:
     torch.set_num_threads(1)
     random.seed(0)
     rows, grown = [], []
+    load = os.getloadavg()[0]
     for name, placement in HOSTS.items():
         hosts = placement
         pool = Pool(hosts)
@@ -198,6 +199,7 @@ def main() -> None:
         table(header, rows),
         "More than before, in the member where it is most:",
         table(left, grown),
+        f"Load average of the machine: {load:.1f} before, {os.getloadavg()[0]:.1f} after.",
     ]
     print("\n\n".join(parts))
     if not arguments.smoke:
