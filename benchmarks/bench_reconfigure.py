@@ -199,7 +199,8 @@ def main() -> None:
         table(header, rows),
         "More than before, in the member where it is most:",
         table(left, grown),
-        f"Load average of the machine: {load:.1f} before, {os.getloadavg()[0]:.1f} after.",
+        f"Load average of the machine: {load:.1f} before, {os.getloadavg()[0]:.1f} after; run with "
+        f"nice {os.nice(0)}.",
     ]
     print("\n\n".join(parts))
     if not arguments.smoke:
