@@ -71,7 +71,7 @@ class Ranks:
         """
         if self.size == 1:
             return [mine]
-        self.announce(step, json.dumps(mine))
+        self.announce(step, json.dumps(mine), **_news(waiting))
         return [json.loads(text) for text in self.wait(step, timeout_s, **waiting)]
 
     def agree(
@@ -117,11 +117,12 @@ class Ranks:
             return
         mine = self.rank * parts + index
         passed = f"{step}/passed/{mine}"
-        with self._store_errors():
+        news = _news(waiting)
+        with self._store_errors(**news):
             number = self.store.add(passed, 0)
-        self.announce(f"{step}/{number}", index=mine)
+        self.announce(f"{step}/{number}", index=mine, **news)
         self.wait(f"{step}/{number}", timeout_s, parts=parts, **waiting)
-        with self._store_errors():
+        with self._store_errors(**news):
             self.store.add(passed, 1)
             if number:  # all have left the one before
                 self.store.delete_key(f"{step}/{number - 1}/{mine}")
@@ -137,10 +138,14 @@ class Ranks:
                 time.sleep(POLL_S)
                 left = self.store.add(step, 0)
 
-    def announce(self, step: str, text: str = "", *, index: int | None = None) -> None:
-        """Notify the others that this rank (or thread ``index``) has reached ``step``."""
+    def announce(self, step: str, text: str = "", *, index: int | None = None, **news: Any) -> None:
+        """Notify the others that this rank (or thread ``index``) has reached ``step``.
+
+        Args:
+            news: ``check`` and ``news_s``, as for :meth:`wait`.
+        """
         if self.store is not None:
-            with self._store_errors():
+            with self._store_errors(**news):
                 self.store.set(f"{step}/{self.rank if index is None else index}", text)
 
     def missing(self, step: str, indices: Iterable[int] | None = None) -> list[int]:
@@ -301,6 +306,11 @@ class Ranks:
     def name(self) -> str:
         """This rank, for messages."""
         return f"rank {self.names[self.rank]}"
+
+
+def _news(waiting: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what of the arguments of :meth:`Ranks.wait` tells the cause of a lost store."""
+    return {name: waiting[name] for name in ("check", "news_s") if name in waiting}
 
 
 def values_of(store: Any, keys: list[str]) -> list[bytes]:

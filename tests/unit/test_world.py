@@ -204,3 +204,48 @@ def test_a_store_that_is_lost_is_named_in_every_step(monkeypatch: pytest.MonkeyP
         PeerLostError, match="rank 0: the store through which the ranks meet is gone"
     ):
         meeting.announce("step")
+
+
+class _LostStore(dist.Store):
+    """A store that is lost at the ``survives``-th call from now."""
+
+    def __init__(self, survives: int) -> None:
+        super().__init__()
+        self._left, self._numbers = survives, dict[str, int]()
+
+    def _call(self) -> None:
+        self._left -= 1
+        if self._left < 0:
+            raise dist.DistNetworkError("reset")
+
+    def add(self, key: str, amount: int) -> int:
+        self._call()
+        self._numbers[key] = self._numbers.get(key, 0) + amount
+        return self._numbers[key]
+
+    def set(self, key: str, value: str) -> None:
+        self._call()
+
+    def check(self, keys: list[str]) -> bool:
+        self._call()
+        return "trouble" not in keys
+
+    def get(self, key: str) -> bytes:
+        self._call()
+        return b""
+
+
+@pytest.mark.parametrize("survives", range(7))
+def test_a_barrier_names_the_cause_wherever_the_store_is_lost(survives: int) -> None:
+    """Who serves the store may be who dies: then what the ranks know of it comes first."""
+    calls = 0
+
+    def check() -> None:
+        nonlocal calls
+        calls += 1
+        if calls > 2:  # it is known only a moment later
+            raise PeerLostError("process 7, which serves node 0, has died", ranks=(0,))
+
+    ranks = Ranks(_LostStore(survives), 1, 2)
+    with pytest.raises(PeerLostError, match="which serves node 0, has died"):
+        ranks.barrier("step", 60, check=check, news_s=60)
