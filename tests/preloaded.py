@@ -107,10 +107,10 @@ def serve(address: str) -> dict[str, Any]:
                 client, _ = listener.accept()
                 request, files = receive(client)
                 if request is None or request["conditions"] != own:
-                    client.send(b"refused")
+                    answer(client, "refused")
                     client.close()
                 elif pid := os.fork():
-                    client.send(str(pid).encode())
+                    answer(client, pid)
                     process = os.pidfd_open(pid)
                     scripts[process] = pid, client
                     selector.register(process, selectors.EVENT_READ)
@@ -121,26 +121,35 @@ def serve(address: str) -> dict[str, Any]:
                     return request
                 for file in files:
                     os.close(file)
-            elif key.data is not None:  # a client sends nothing more: it was killed
+            elif key.data in scripts and scripts[key.data][1] is key.fileobj:
+                # a client sends nothing more: it was killed, and its script has not just ended
                 os.kill(scripts[key.data][0], signal.SIGKILL)
                 selector.unregister(key.fileobj)
-            elif key.fd in scripts:
+            elif key.data is None and key.fd in scripts:
                 pid, client = scripts.pop(key.fd)
                 _, status = os.waitpid(pid, 0)
                 selector.unregister(key.fd)
                 os.close(key.fd)
                 if client in selector.get_map():
                     selector.unregister(client)
-                with contextlib.suppress(OSError):  # the client has ended
-                    client.send(str(status).encode())
+                answer(client, status)
                 client.close()
+
+
+def answer(client: socket.socket, text: object) -> None:
+    """Send an answer to a client, which may have been killed."""
+    with contextlib.suppress(OSError):
+        client.send(str(text).encode())
 
 
 def receive(client: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
     """Return a request, and the received copies of its files."""
     files = array.array("i")
     space = socket.CMSG_SPACE(MOST_FILES * files.itemsize)
-    packet, ancillary, _, _ = client.recvmsg(MOST_BYTES, space)
+    try:
+        packet, ancillary, _, _ = client.recvmsg(MOST_BYTES, space)
+    except OSError:  # it was killed
+        return None, []
     for _, _, descriptors in ancillary:
         files.frombytes(descriptors)
     return json.loads(packet) if packet else None, list(files)
