@@ -22,7 +22,14 @@ from typing import Any
 from torchrelay._platform import CLOSE_RECEIVED, anonymous_file, socket_pair
 from torchrelay.errors import PeerLostError, ProtocolError
 
-__all__ = ["Channel", "HelperProcess", "code_command", "describe_exit", "module_command"]
+__all__ = [
+    "Channel",
+    "HelperProcess",
+    "code_command",
+    "describe_exit",
+    "environment",
+    "module_command",
+]
 
 # A peer that does not receive what was sent before is given up.
 _STALL_TIMEOUT_S = 30
@@ -189,15 +196,12 @@ class HelperProcess:
         """
         self.channel, theirs = Channel.pair()
         inherited = [theirs.fileno(), *descriptors]
-        # imports leave out what is not a string, such as a pathlib.Path
-        entries = (path or os.getcwd() for path in sys.path if isinstance(path, str))
-        search_path = os.pathsep.join(entries)
         try:
             self._process = subprocess.Popen(
                 [*command, *map(str, inherited)],
                 pass_fds=inherited,
                 stdin=subprocess.DEVNULL,
-                env={**os.environ, "PYTHONPATH": search_path},
+                env=environment(),
                 start_new_session=new_session,
             )
         except BaseException:
@@ -247,6 +251,13 @@ def describe_exit(code: int | None) -> str:
     if code < 0:
         return f"was killed by {signal.Signals(-code).name}"
     return f"ended with exit code {code}"
+
+
+def environment() -> dict[str, str]:
+    """Return the environment of a process that imports what this one does."""
+    # imports leave out what is not a string, such as a pathlib.Path
+    entries = (path or os.getcwd() for path in sys.path if isinstance(path, str))
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(entries)}
 
 
 def code_command(code: str) -> list[str]:

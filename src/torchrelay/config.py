@@ -321,6 +321,14 @@ class Checkpoint(Section, name="checkpoint"):
         "discard it",
         minimum=0.1,
     )
+    memory_bytes: int = setting(
+        0,
+        "how much of a host's memory a job's checkpoints may take there, with the copies for "
+        "another host; 0: half of it",
+    )
+    memory_ttl_s: float = setting(
+        900.0, "how long checkpoints stay in memory after the last trainer of a host has left"
+    )
 
 
 class Switching(Section, name="switching"):

@@ -1,9 +1,9 @@
 """Sharded checkpoints: safetensors files, committed in one step, verified, read by byte range into
 any layout.
 
-Public: :func:`save`, :func:`async_save`, :class:`Keep`, :class:`HuggingFace`, :func:`load`,
-:func:`latest`, :func:`verify`, and :class:`Writer` and :class:`Reader`, the storage layer for
-``torch.distributed.checkpoint``.
+Public: :class:`Checkpointer`, :func:`save`, :func:`async_save`, :class:`Keep`,
+:class:`HuggingFace`, :func:`load`, :func:`latest`, :func:`verify`, and :class:`Writer` and
+:class:`Reader`, the storage layer for ``torch.distributed.checkpoint``.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ from torchrelay._names import no_attribute
 if TYPE_CHECKING:
     from torchrelay.checkpoint._background import SaveHandle
     from torchrelay.checkpoint._catalog import Keep, latest
+    from torchrelay.checkpoint._checkpointer import Checkpointer
     from torchrelay.checkpoint._dcp import Reader, Writer
     from torchrelay.checkpoint._export import HuggingFace
     from torchrelay.checkpoint._load import LoadResult, load, verify
     from torchrelay.checkpoint._save import async_save, save
 
 __all__ = [
+    "Checkpointer",
     "HuggingFace",
     "Keep",
     "LoadResult",
@@ -40,6 +42,7 @@ __all__ = [
 _HOMES = {
     "_background": ("SaveHandle",),
     "_catalog": ("Keep", "latest"),
+    "_checkpointer": ("Checkpointer",),
     "_dcp": ("Reader", "Writer"),
     "_export": ("HuggingFace",),
     "_load": ("LoadResult", "load", "verify"),

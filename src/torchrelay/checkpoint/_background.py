@@ -9,6 +9,7 @@ import logging
 import os
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -162,8 +163,11 @@ class Staging:
 
     def __init__(self) -> None:
         self._segment: Segment | None = None
-        self.is_new = False  # until the writer process has the segment
         self._locked: torch.Tensor | None = None  # over all of the segment, if it is page-locked
+
+    @property
+    def segment(self) -> Segment | None:
+        return self._segment
 
     @property
     def fd(self) -> int:
@@ -197,7 +201,6 @@ class Staging:
         if size_bytes > 0 and (self._segment is None or self._segment.size_bytes < size_bytes):
             self.close()  # before the new one is made, so that there are never two
             self._segment = Segment.create(size_bytes, "torchrelay-checkpoint")
-            self.is_new = True
         if locked and self._locked is None and self._segment is not None:
             memory = self._segment.tensor((self._segment.size_bytes,), torch.uint8)
             runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
@@ -232,11 +235,13 @@ class Saver:
         self.helper: HelperProcess | None = None
         self.staging = Staging()
         self.last: SaveHandle | None = None
-        self._ended: Counter[bool] = Counter()
+        self.ended: Counter[bool] = Counter()  # how many saves have, by whether they failed
         self._sent: Plan | None = None  # what the process has
+        self._mapped: weakref.ref[Segment] | None = None  # what it has mapped
 
     def _reset(self) -> None:
-        self.helper, self.staging, self.last, self._sent = None, Staging(), None, None
+        self.helper, self.staging, self.last = None, Staging(), None
+        self._sent, self._mapped = None, None
 
     @contextmanager
     def turn(self, path: str, *, waits: bool) -> Iterator[None]:
@@ -282,7 +287,7 @@ class Saver:
         for failed, outcome in ((False, "committed"), (True, "failed")):
             meaning = f"Asynchronous saves that have {'failed' if failed else 'been committed'}"
             name = f"checkpoint_saves_{outcome}"
-            yield _telemetry.MetricSample(name, meaning, "counter", self._ended[failed], {})
+            yield _telemetry.MetricSample(name, meaning, "counter", self.ended[failed], {})
 
     def start(self) -> HelperProcess:
         """Start the process, unless it runs."""
@@ -296,19 +301,25 @@ class Saver:
             self.helper = HelperProcess(command, new_session=True)
         return self.helper
 
-    def submit(self, save: Save, job: WriteJob, plan: Plan, fds: Sequence[int]) -> SaveHandle:
-        """Send a job, duplicates of the descriptors ``fds``, and what the process lacks."""
+    def submit(
+        self, save: Save, job: WriteJob, plan: Plan, fds: Sequence[int], staging: Staging
+    ) -> SaveHandle:
+        """Send a job for what is staged, duplicates of the descriptors ``fds``, and what the
+        process lacks.
+        """
         assert self.helper is not None
         if plan is not self._sent:
             job = replace(job, plan=plan)
-        if self.staging.is_new:
-            job, fds = replace(job, new_staging=True), (self.staging.fd, *fds)
-        handle = SaveHandle(save, job, self.helper, self._ended)
+        segment = staging.segment
+        if segment is not None and (self._mapped is None or self._mapped() is not segment):
+            job, fds = replace(job, new_staging=True), (segment.fd, *fds)
+            self._mapped = weakref.ref(segment)
+        handle = SaveHandle(save, job, self.helper, self.ended)
         try:
             self.helper.channel.send(job, fds)
         except PeerLostError:
             self.helper.kill()  # if it has not died: the handle finds its end closed
-        self.last, self._sent, self.staging.is_new = handle, plan, False
+        self.last, self._sent = handle, plan
         return handle
 
     def close(self) -> None:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, TypeVar, overload
 
 from torchrelay.checkpoint._local import LocalFolder, LocalTransaction
 from torchrelay.checkpoint._manifest import Head, all_bytes, check, from_folder, head_at, is_ours
+from torchrelay.checkpoint._memory import SCHEME, MemoryFolder
 from torchrelay.checkpoint._remote import RemoteFolder, RemoteTransaction
 from torchrelay.checkpoint._storage import (
     Folder,
@@ -90,8 +91,10 @@ class Keep:
 
 def open_folder(path: Path) -> Folder:
     """Return the checkpoint folder at ``path``, which need not exist."""
-    local = local_path(path)
-    return RemoteFolder(text_of(path)) if local is None else LocalFolder(local)
+    local, text = local_path(path), text_of(path)
+    if local is not None:
+        return LocalFolder(local)
+    return MemoryFolder(text) if text.startswith(SCHEME) else RemoteFolder(text)
 
 
 def open_transaction(path: Path, *, fsync: bool = True) -> Transaction:
@@ -99,6 +102,8 @@ def open_transaction(path: Path, *, fsync: bool = True) -> Transaction:
     split(path)
     local = local_path(path)
     if local is None:
+        if text_of(path).startswith(SCHEME):
+            raise ArgumentError(f"{path!r}: to save to memory, use Checkpointer")
         return RemoteTransaction(text_of(path))
     return LocalTransaction(local, fsync=fsync)
 

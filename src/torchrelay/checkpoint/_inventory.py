@@ -11,11 +11,10 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, chain, islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from torchrelay.checkpoint._engine import Save
 from torchrelay.checkpoint._group import Group
 from torchrelay.checkpoint._plan import Description, Plan, PlannedChunk, StateLayout, deal
 from torchrelay.checkpoint._state import ORDINARY, Index, Leaf, flatten
@@ -27,6 +26,8 @@ from torchrelay.checkpoint._values import encode
 from torchrelay.errors import MismatchError
 
 __all__ = ["Inventory", "Planner", "encoded"]
+
+T = TypeVar("T")
 
 
 class Inventory(NamedTuple):
@@ -67,34 +68,37 @@ class Planner:
         self._planned: _Planned | None = None
 
     def begin(
-        self, state: Any, save: Save, ranks: Group, before: Callable[[], None] = lambda: None
-    ) -> tuple[str, Inventory, list[Description]]:
-        """Begin a save on the coordinator, once the ranks agree on the state.
+        self,
+        state: Any,
+        begin: Callable[[], T],
+        ranks: Group,
+        before: Callable[[], None] = lambda: None,
+    ) -> tuple[T, Inventory, list[Description]]:
+        """Call ``begin`` on the coordinator, once the ranks agree on the state.
 
         An error on one rank is raised on all. ``before`` is called first, in the same round of
         messages.
 
         Returns:
-            the id of the save, this rank's inventory and, in the group's order, the descriptions of
-            all ranks; one description if it is equal on all.
+            what ``begin`` returned, such as the id of the save, this rank's inventory and, in the
+            group's order, the descriptions of all ranks; one description if it is equal on all.
 
         Raises:
             MismatchError: two ranks have different values, dtypes, shapes or layouts under one key.
             ArgumentError, DeferredError, UnsupportedError: a value or tensor that cannot be stored.
-            StorageError: as ``Transaction.begin``.
+            TorchRelayError: as ``begin``.
         """
         found: list[Inventory] = []
-        begin = save.transaction.begin
 
         def take() -> bytes:
             before()
             found.append(self._take_inventory(state))
             return found[0].description.fingerprint() if ranks.size > 1 else b""
 
-        save_id = ranks.conclude(take, lambda prints: begin() if len({*prints}) == 1 else None)
+        begun = ranks.conclude(take, lambda prints: begin() if len({*prints}) == 1 else None)
         (mine,) = found
-        if save_id is not None:
-            return save_id, mine, [mine.description]
+        if begun is not None:
+            return begun, mine, [mine.description]
         everyone = ranks.together(lambda: mine.description)
         seen: dict[str, tuple[int, Any]] = {}
         for rank, description in zip(ranks.ranks, everyone, strict=True):

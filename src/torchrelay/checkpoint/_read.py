@@ -25,7 +25,13 @@ from torchrelay._boxes import Box, contiguous_runs, intersection
 from torchrelay._progress import no_progress
 from torchrelay.checkpoint._foreign import check_complete, open_checkpoint
 from torchrelay.checkpoint._storage import Folder, Path
-from torchrelay.checkpoint._tasks import memory_at, no_collection, run_tasks, usable_threads
+from torchrelay.checkpoint._tasks import (
+    divided,
+    memory_at,
+    no_collection,
+    run_tasks,
+    usable_threads,
+)
 from torchrelay.checkpoint._tensors import address_of, byte_view, in_stream_of
 from torchrelay.checkpoint._types import (
     Chunk,
@@ -181,7 +187,7 @@ class _FileBlocks:
         checksums = [chunk.checksums for chunk in file.chunks]
         self.expected = np.frombuffer(b"".join(checksums), "<u4")
         verified = np.where([*map(bool, checksums)], file.sizes, np.uint64(0))
-        self.chunk_of, offsets, self.sizes = _divided(verified, block_bytes)
+        self.chunk_of, offsets, self.sizes = divided(verified, block_bytes)
         self.starts: Sizes = file.starts[self.chunk_of] + offsets
 
     def touched(self, ranges: Sequence[tuple[int, int]]) -> NDArray[np.bool_]:
@@ -439,7 +445,7 @@ class ChunkReader:
             step = max(_READ_BYTES, self.folder.request_bytes)
             if compares:
                 step = -(-step // block_bytes) * block_bytes
-            index, offsets, sizes = _divided(sizes, step)
+            index, offsets, sizes = divided(sizes, step)
             ranges = np.stack([starts[index] + offsets, sizes, addresses[index] + offsets])
             ranges = ranges[:, np.argsort(ranges[0], kind="stable")]
             tasks += [
@@ -492,18 +498,6 @@ class ChunkReader:
         buffer = torch.empty(size, dtype=torch.uint8, device="cpu")
         self.folder.read(name, offset, byte_view(buffer))
         return buffer
-
-
-def _divided(sizes: Sizes, limit_bytes: int) -> tuple[NDArray[np.intp], Sizes, Sizes]:
-    """Divide ranges into pieces of ``limit_bytes``; return the range, offset in it, and size of
-    each piece.
-    """
-    limit = np.uint64(limit_bytes)
-    counts = ((sizes + limit - np.uint64(1)) // limit).astype(np.intp)
-    index = np.repeat(np.arange(len(counts)), counts)
-    in_range = np.arange(len(index)) - (np.cumsum(counts) - counts)[index]
-    offsets = in_range.astype(np.uint64) * limit
-    return index, offsets, np.minimum(sizes[index] - offsets, limit)
 
 
 def _pieces(starts: Sizes, sizes: Sizes, limit_bytes: int) -> Iterator[slice]:

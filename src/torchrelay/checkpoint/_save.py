@@ -14,12 +14,13 @@ from torchrelay._names import names_options
 from torchrelay._progress import Progress, tracking
 from torchrelay.checkpoint._background import SaveHandle, saver
 from torchrelay.checkpoint._catalog import Keep
-from torchrelay.checkpoint._engine import MAX_STAGING_BYTES, Save, SaveOptions, Written
+from torchrelay.checkpoint._engine import MAX_STAGING_BYTES, Save, SaveOptions
 from torchrelay.checkpoint._export import Layout, exported, layout_of
 from torchrelay.checkpoint._group import Group, group_of
 from torchrelay.checkpoint._storage import Path, storage_errors, text_of
 from torchrelay.checkpoint._tensors import data_of
 from torchrelay.checkpoint._writer_process import WriteJob
+from torchrelay.checkpoint._written import Written
 from torchrelay.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -94,7 +95,9 @@ def save(
                 return one.write(ranks.global_rank, plan.chunks, data, advance)
 
         with one.discarding(ranks):
-            save_id, mine, everyone = saver.planner.begin(state, one, ranks, saver.raise_failure)
+            save_id, mine, everyone = saver.planner.begin(
+                state, one.transaction.begin, ranks, saver.raise_failure
+            )
             plan = saver.planner.plan(mine, everyone, ranks)
             one.complete(ranks, write, everyone)
 
@@ -167,7 +170,9 @@ def async_save(
             return commit_timeout_s
 
         with one.discarding(ranks):  # until another process has it
-            save_id, mine, everyone = saver.planner.begin(state, one, ranks, begin)
+            save_id, mine, everyone = saver.planner.begin(
+                state, one.transaction.begin, ranks, begin
+            )
             plan = saver.planner.plan(mine, everyone, ranks)
             commit_timeout_s = ranks.together(stage)[ranks.rank]
             if not ranks.is_coordinator:
@@ -178,7 +183,7 @@ def async_save(
         job = WriteJob(one.path, options, save_id, *place, objects, commit_timeout_s)
         try:
             with storage_errors(f"starting to save {one.path}"):
-                return saver.submit(one, job, plan, fds)
+                return saver.submit(one, job, plan, fds, saver.staging)
         finally:
             for fd in fds:
                 os.close(fd)

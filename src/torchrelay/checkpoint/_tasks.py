@@ -1,5 +1,5 @@
-"""How reading and writing is run: in threads, on memory by its address, without the garbage
-collector. Imports no torch.
+"""How reading and writing is run: in pieces, in threads, on memory by its address, without the
+garbage collector. Imports no torch.
 """
 
 from __future__ import annotations
@@ -11,9 +11,13 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
-from torchrelay._platform import usable_cores
+import numpy as np
+from numpy.typing import NDArray
 
-__all__ = ["memory_at", "no_collection", "run_tasks", "usable_threads"]
+from torchrelay._platform import usable_cores
+from torchrelay.checkpoint._types import Sizes
+
+__all__ = ["divided", "memory_at", "no_collection", "run_tasks", "usable_threads"]
 
 
 def usable_threads(threads: int | None) -> int:
@@ -50,3 +54,15 @@ def no_collection() -> Iterator[None]:
 def memory_at(address: int, size_bytes: int) -> memoryview:
     """Return a writable view of memory of this process, which the caller keeps alive."""
     return memoryview((ctypes.c_char * size_bytes).from_address(address)).cast("B")
+
+
+def divided(sizes: Sizes, limit_bytes: int) -> tuple[NDArray[np.intp], Sizes, Sizes]:
+    """Divide ranges into pieces of ``limit_bytes``; return the range, offset in it, and size of
+    each piece.
+    """
+    limit = np.uint64(limit_bytes)
+    counts = ((sizes + limit - np.uint64(1)) // limit).astype(np.intp)
+    index = np.repeat(np.arange(len(counts)), counts)
+    in_range = np.arange(len(index)) - (np.cumsum(counts) - counts)[index]
+    offsets = in_range.astype(np.uint64) * limit
+    return index, offsets, np.minimum(sizes[index] - offsets, limit)

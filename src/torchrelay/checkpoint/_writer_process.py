@@ -20,13 +20,11 @@ from typing import Any
 import numpy as np
 
 from torchrelay import _native
-from torchrelay._boxes import Box
 from torchrelay._helper import Channel
-from torchrelay.checkpoint._engine import Save, SaveOptions, Written, described
-from torchrelay.checkpoint._output import ChunkRecord
+from torchrelay.checkpoint._engine import Save, SaveOptions, described
 from torchrelay.checkpoint._plan import Description, Plan
 from torchrelay.checkpoint._storage import split
-from torchrelay.checkpoint._types import DataFile
+from torchrelay.checkpoint._written import Written
 from torchrelay.errors import OperationTimeoutError, PeerLostError, from_json
 
 __all__ = ["WriteJob"]
@@ -135,7 +133,7 @@ class Notes:
             part = local()
         except Exception as error:
             return {"error": described(error, self._job.rank)}
-        return {"files": part.files, "chunks": part.chunks, "exported": part.exported}
+        return vars(part)
 
     def _gathered(self, mine: dict[str, Any]) -> list[Written]:
         ranks, outcomes = self._job.ranks, {0: mine}
@@ -153,7 +151,7 @@ class Notes:
         finally:  # a rank's error comes before that another is missing
             for index in sorted(outcomes):
                 _raise_error(outcomes[index])
-        return [_written(outcomes[index]) for index in range(len(ranks))]
+        return [Written.from_json(outcomes[index]) for index in range(len(ranks))]
 
     def _await_commit(self) -> None:
         job, coordinator = self._job, self._job.ranks[0]
@@ -185,16 +183,6 @@ class Notes:
 def _raise_error(outcome: dict[str, Any]) -> None:
     if "error" in outcome:
         raise from_json(outcome["error"])
-
-
-def _written(outcome: dict[str, Any]) -> Written:
-    """Return what a rank has written, from JSON."""
-    chunks = [
-        ChunkRecord(tuple(keys), Box(tuple(offsets), tuple(sizes)), text)
-        for keys, (offsets, sizes), text in outcome["chunks"]
-    ]
-    files = {name: DataFile(*file) for name, file in outcome["files"].items()}
-    return Written(files, chunks, exported=outcome["exported"])
 
 
 if __name__ == "__main__":

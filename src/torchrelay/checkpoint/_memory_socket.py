@@ -1,0 +1,245 @@
+"""How processes of a host find the memory server of their job, start it, and know it for theirs.
+
+Its socket is in a folder that only its user may enter, whose name tells user, job and host. Both
+ends ask the kernel for the user of the other; where the job has a key, both prove that they have
+it. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import hmac
+import os
+import re
+import socket
+import stat
+import struct
+import subprocess
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from torchrelay import config
+from torchrelay._helper import Channel, environment, module_command
+from torchrelay._processes import host_identity
+from torchrelay.checkpoint._storage import Path, local_path, text_of
+from torchrelay.errors import PeerLostError, UnavailableError, from_json
+from torchrelay.transport import read_key
+
+__all__ = ["SOCKET", "MemoryClient", "accepted", "folder_of", "job_of", "jobs", "remove"]
+
+SOCKET, _LOCK, _LOG = "socket", "lock", "log"
+_START_TIMEOUT_S = 60.0
+_POLL_S = 0.01
+_SHOWN = 1000  # characters of the log in an error
+_UCRED = struct.Struct("3i")  # pid, user, group
+_PROOF_BYTES = 32
+
+
+def job_of(path: Path) -> str:
+    """Return the name of the job that saves to ``path``: its last part, and a digest of it all."""
+    local = local_path(path)
+    text = text_of(path).rstrip("/") if local is None else os.path.realpath(local)
+    name = re.sub(r"[^A-Za-z0-9._-]+", "_", text.rpartition("/")[2])[:40]
+    return f"{name}-{hashlib.blake2b(text.encode(), digest_size=6).hexdigest()}"
+
+
+def _prefix() -> str:
+    host = hashlib.blake2b(host_identity().encode(), digest_size=4).hexdigest()
+    return f"torchrelay-memory-{os.geteuid()}-{host}-"
+
+
+def _parent() -> str:
+    return os.environ.get("TMPDIR") or "/tmp"
+
+
+def folder_of(job: str) -> str:
+    return os.path.join(_parent(), _prefix() + job)
+
+
+def jobs() -> list[str]:
+    """Return the jobs of this user that have, or had, a memory server on this host."""
+    prefix = _prefix()
+    names = os.listdir(_parent())
+    return sorted(name.removeprefix(prefix) for name in names if name.startswith(prefix))
+
+
+def remove(folder: str) -> None:
+    """Remove the folder of a server that has ended."""
+    for name in (SOCKET, _LOG, _LOCK):
+        with suppress(OSError):
+            os.unlink(os.path.join(folder, name))
+    with suppress(OSError):
+        os.rmdir(folder)
+
+
+def _own_folder(folder: str, *, create: bool) -> int:
+    """Open a folder that only this user may enter.
+
+    Raises:
+        FileNotFoundError: there is none.
+        UnavailableError: it is another user's, or others may enter it.
+    """
+    if create:
+        with suppress(FileExistsError):
+            os.mkdir(folder, 0o700)
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    found = os.fstat(fd)
+    if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
+        os.close(fd)
+        raise UnavailableError(
+            f"{folder}: it would hold the socket of this job's checkpoints in memory, but it is of "
+            "another user, or others may enter it; remove it, or set TMPDIR to a folder of yours"
+        )
+    return fd
+
+
+def _proof(end: str, nonce: bytes) -> bytes:
+    key = read_key(config.load(config.TransportSettings)) or b""
+    return hashlib.blake2b(nonce, digest_size=_PROOF_BYTES, key=key, person=end.encode()).digest()
+
+
+def _is_own(connection: socket.socket) -> bool:
+    size = _UCRED.size
+    _, user, _ = _UCRED.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+    return bool(user == os.geteuid())
+
+
+def _greeted(connection: socket.socket, me: str, other: str) -> bool:
+    """Exchange proofs that both ends have the key of the job; return whether the other has."""
+    connection.settimeout(_START_TIMEOUT_S)
+    if not _is_own(connection):
+        return False
+    mine = os.urandom(_PROOF_BYTES)
+    connection.send(mine)
+    connection.send(_proof(me, connection.recv(_PROOF_BYTES)))
+    theirs = connection.recv(_PROOF_BYTES)
+    if not theirs:
+        raise ConnectionResetError("the memory server is ending")
+    return hmac.compare_digest(theirs, _proof(other, mine))
+
+
+def accepted(connection: socket.socket) -> bool:
+    """Return whether a client is of this user and job; else close its connection."""
+    with suppress(OSError):
+        if _greeted(connection, "server", "client"):
+            return True
+    connection.close()
+    return False
+
+
+class MemoryClient:
+    """A connection to the memory server of a job on this host. One thread at a time uses it."""
+
+    def __init__(self, job: str) -> None:
+        """Connect to a server that runs.
+
+        Raises:
+            OSError: there is none.
+            UnavailableError: it is another user's, or has another key.
+        """
+        self.job, self.folder = job, folder_of(job)
+        here = _own_folder(self.folder, create=False)
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            connection.connect(f"/proc/self/fd/{here}/{SOCKET}")
+            if not _greeted(connection, "client", "server"):
+                raise UnavailableError(
+                    f"{self.folder}: the memory server there has another user, or another key "
+                    "(TORCHRELAY_TRANSPORT_KEY_FILE), than this process"
+                )
+        except BaseException:
+            connection.close()
+            raise
+        finally:
+            os.close(here)
+        self._channel = Channel(connection)
+
+    @classmethod
+    def started(cls, job: str) -> MemoryClient:
+        """Connect; start the server if none runs.
+
+        Raises:
+            UnavailableError: it cannot be started.
+        """
+        folder, deadline = folder_of(job), time.monotonic() + _START_TIMEOUT_S
+        while True:
+            try:
+                return cls(job)
+            except OSError as error:
+                lock = _locked(folder)
+                if lock is not None:
+                    with os.fdopen(lock):
+                        _start(folder, lock)
+                elif time.monotonic() > deadline:
+                    raise UnavailableError(
+                        f"{folder}: the memory server of this job does not answer ({error})"
+                    ) from error
+                else:
+                    time.sleep(_POLL_S)
+
+    def ask(self, name: str, *arguments: Any, fds: Sequence[int] = ()) -> Any:
+        """Return the answer of the server: a value, or a descriptor that the caller closes.
+
+        Raises:
+            TorchRelayError: what it raised.
+            PeerLostError: it has ended.
+        """
+        try:
+            self._channel.send((name, arguments), fds)
+            received = self._channel.receive()
+        except PeerLostError as error:
+            raise PeerLostError(
+                f"the process that keeps the checkpoints of {self.job} in this host's memory has "
+                "ended, and what it had is lost; see 'what is lost when' in docs/checkpoint.md"
+            ) from error
+        assert received is not None
+        (value, failure), files = received
+        if failure is not None:
+            raise from_json(failure)
+        return files[0] if files else value
+
+    def close(self) -> None:
+        self._channel.close()
+
+
+def _locked(folder: str) -> int | None:
+    """Take the lock that a server holds while it runs; None if another process has it."""
+    here = _own_folder(folder, create=True)
+    try:
+        fd = os.open(_LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600, dir_fd=here)
+        with suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(fd), os.stat(_LOCK, dir_fd=here)):
+                return fd
+        os.close(fd)  # its owner runs, or has removed it meanwhile
+        return None
+    finally:
+        os.close(here)
+
+
+def _start(folder: str, lock: int) -> None:
+    """Start a server, and return when it listens. Trainers do not wait for its end, and what they
+    print ends with them.
+    """
+    path = os.path.join(folder, _LOG)
+    with open(path, "w") as log:
+        command = [*module_command("torchrelay.checkpoint._memory_server"), folder, str(lock)]
+        done = subprocess.run(
+            command,
+            check=False,
+            pass_fds=[lock],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env=environment(),
+            cwd="/",
+            start_new_session=True,
+        )
+    if done.returncode:
+        with open(path) as log:
+            said = log.read()[-_SHOWN:].strip()
+        remove(folder)
+        raise UnavailableError(f"the memory server of this job cannot be started: {said}")

@@ -1,0 +1,240 @@
+"""Checkpoints in memory: damage, limits, strangers, and the end of the memory server. What is lost
+is reported, and what is left ends.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from memory_jobs import end_servers, server_pid
+from torchrelay import _telemetry
+from torchrelay.checkpoint import Checkpointer, load, save, verify
+from torchrelay.checkpoint._background import saver
+from torchrelay.checkpoint._memory import memory_url
+from torchrelay.checkpoint._memory_socket import SOCKET, MemoryClient, folder_of, job_of
+from torchrelay.errors import (
+    ArgumentError,
+    CapacityError,
+    CorruptionError,
+    PeerLostError,
+    StorageError,
+    UnavailableError,
+)
+from waiting import eventually
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    folder = tmp_path / "tmp"
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    yield
+    saver.close()
+    end_servers(0)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    return str(tmp_path / "ckpt")
+
+
+Opened = Callable[..., Checkpointer]
+
+
+@pytest.fixture
+def opened(path: str) -> Iterator[Opened]:
+    """Opens the job at ``path``, any number of times."""
+    found: list[Checkpointer] = []
+
+    def opened(disk_every: int | None = None, **options: Any) -> Checkpointer:
+        found.append(Checkpointer(path, disk_every=disk_every, **options))
+        return found[-1]
+
+    yield opened
+    for job in found:
+        job._leave()
+
+
+@pytest.fixture
+def job(opened: Opened) -> Checkpointer:
+    return opened()
+
+
+def _state(step: int, size: int = 5000) -> dict[str, Any]:
+    return {"w": torch.full((size,), float(step)), "t": torch.arange(step + 1.0), "step": step}
+
+
+def _saved(job: Checkpointer, *steps: int) -> None:
+    for step in steps:
+        job.save({"w": torch.full((5000,), float(step)), "step": step}, step=step)
+    job.wait()
+
+
+def _loaded(job: Checkpointer) -> int | None:
+    state: dict[str, Any] = {"w": torch.full((5000,), -1.0), "step": None}
+    step = job.load(state)
+    if step is not None:
+        assert state["step"] == step and torch.equal(state["w"], torch.full((5000,), float(step)))
+    return step
+
+
+def _damage(path: str, step: int) -> None:
+    """Change a byte of a tensor in memory."""
+    with closing(MemoryClient(job_of(path))) as client:
+        (info,) = (info for info, _ in client.ask("list") if info.step == step)
+        fd = client.ask("open", info.key)
+        (byte,) = os.pread(fd, 1, info.size_bytes - 1)
+        os.pwrite(fd, bytes([byte ^ 1]), info.size_bytes - 1)
+        os.close(fd)
+
+
+def test_states_of_changing_layouts(path: str) -> None:
+    """Whatever lay in the memory before; a URL of what is there is that of any checkpoint."""
+    with Checkpointer(path, disk_every=None) as job:
+        for step in range(5):
+            job.save(_state(step, size=3000 - 500 * step), step=step)
+            job.wait()
+            state = _state(-1, size=3000 - 500 * step) | {"t": torch.zeros(step + 1)}
+            url = memory_url(job_of(path), step)
+            assert verify(url)
+            load(state, url)
+            assert state["step"] == step
+            assert all(torch.equal(state[k], _state(step, 3000 - 500 * step)[k]) for k in "wt")
+
+
+def test_damage_in_memory_is_noticed_and_the_step_before_is_loaded(
+    job: Checkpointer, path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    _saved(job, 1, 2)
+    _damage(path, 2)
+    assert _loaded(job) == 1
+    assert any("step 2 cannot be loaded" in one.getMessage() for one in caplog.records)
+    _damage(path, 1)
+    with pytest.raises(CorruptionError, match=r"step-2.*tensor 'w' is damaged"):
+        _loaded(job)
+    _saved(job, 3)  # what is damaged gives way
+    assert _loaded(job) == 3
+
+
+def test_the_disk_has_what_memory_has_lost(opened: Opened, path: str) -> None:
+    job = opened(disk_every=2, keep=1)
+    _saved(job, 1, 2, 3, 4, 5)
+    os.kill(server_pid(job), signal.SIGKILL)
+    eventually(lambda: not _answers(path))
+    assert _loaded(opened(disk_every=2)) == 4
+    assert os.listdir(path) == ["step-4"]
+
+
+def _answers(path: str) -> bool:
+    try:
+        MemoryClient(job_of(path)).close()
+    except OSError:
+        return False
+    return True
+
+
+def test_a_killed_server_is_reported_and_replaced(
+    job: Checkpointer, caplog: pytest.LogCaptureFixture
+) -> None:
+    _saved(job, 1)
+    job.save({"w": torch.zeros(5000), "step": 2}, step=2)
+    before = _failed()
+    os.kill(server_pid(job), signal.SIGKILL)
+    with pytest.raises(PeerLostError, match=r"rank 0: the process that keeps .* has ended"):
+        _saved(job, 3)
+    assert _failed() == before + 1
+    said = [one for one in caplog.records if one.levelno == logging.ERROR]
+    assert len(said) == 1 and "a checkpoint in memory has failed" in said[0].getMessage()
+    _saved(job, 3)
+    assert _loaded(job) == 3
+
+
+def _failed() -> float:
+    samples = _telemetry.samples()
+    return sum(one.value for one in samples if one.name == "checkpoint_saves_failed")
+
+
+def test_a_limit_of_memory(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two checkpoints fit; a larger one is refused, and the last stays."""
+    monkeypatch.setenv("TORCHRELAY_CHECKPOINT_MEMORY_BYTES", "50000")
+    with Checkpointer(path, disk_every=None) as job:
+        _saved(job, 1, 2, 3)
+        with pytest.raises(CapacityError, match=r"step 4 needs .* of 50000 are in use.*_MEMORY_"):
+            job.save({"w": torch.zeros(50_000)}, step=4)
+        assert _loaded(job) == 3
+        _saved(job, 5)
+
+
+def test_memory_ends_some_time_after_its_trainers(
+    opened: Opened, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHRELAY_CHECKPOINT_MEMORY_TTL_S", "0.2")
+    job = opened()
+    _saved(job, 1)
+    assert os.path.exists(folder_of(job_of(path)))
+    job.close()
+    eventually(lambda: not os.path.exists(folder_of(job_of(path))))
+    assert _loaded(opened()) is None
+
+
+def test_memory_ends_when_it_is_dropped(job: Checkpointer, path: str) -> None:
+    _saved(job, 1)
+    job.close(drop=True)
+    eventually(lambda: not os.path.exists(folder_of(job_of(path))))
+
+
+def test_a_job_that_is_started_again_takes_over(job: Checkpointer, opened: Opened) -> None:
+    """A rank of before that still runs cannot change anything."""
+    _saved(job, 1)
+    other = opened()
+    assert _loaded(other) == 1
+    with pytest.raises(PeerLostError, match="have taken over the checkpoints in memory"):
+        _saved(job, 2)
+    _saved(other, 5)
+    assert _loaded(other) == 5
+
+
+def test_steps_ascend(job: Checkpointer, opened: Opened, path: str) -> None:
+    _saved(job, 3)
+    for step in (3, 2):
+        with pytest.raises(
+            ArgumentError, match=r"the last checkpoint .* is of step 3; steps ascend"
+        ):
+            job.save({}, step=step)
+    save({"w": torch.zeros(3)}, f"{path}/step-7")
+    with pytest.raises(ArgumentError, match=r"step-7 is there already, and load\(\) would take it"):
+        opened().save({}, step=7)
+
+
+def test_strangers_get_nothing(job: Checkpointer, path: str, monkeypatch: Any) -> None:
+    _saved(job, 1)
+    folder = folder_of(job_of(path))
+    monkeypatch.setenv("TORCHRELAY_TRANSPORT_KEY", "ab" * 32)
+    with pytest.raises(UnavailableError, match="another user, or another key"):
+        MemoryClient(job_of(path))
+    monkeypatch.delenv("TORCHRELAY_TRANSPORT_KEY")
+    os.chmod(folder, 0o755)
+    with pytest.raises(UnavailableError, match="or others may enter it; remove it, or set TMPDIR"):
+        MemoryClient(job_of(path))
+    with closing(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)) as stranger:
+        os.chdir(folder)
+        stranger.connect(SOCKET)
+        stranger.recv(100)
+        stranger.send(b"x" * 32)
+        stranger.recv(100)
+        stranger.send(b"y" * 32)
+        assert stranger.recv(100) == b""
+    os.chmod(folder, 0o700)
+    with pytest.raises(StorageError, match="this host has no memory server of that job"):
+        verify("torchrelay://none-of-them/step-1")
+    assert _loaded(job) == 1
