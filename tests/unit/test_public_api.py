@@ -23,8 +23,8 @@ PUBLIC = {
     "aggregation.switch": "Controller DataPlane SessionShape SessionStats SessionWorkerStats"
     " SwitchClient SwitchServer SwitchStats SwitchWorkerStats"
     " UdpDataPlane Uplink XdpDataPlane",
-    "checkpoint": "Checkpointer HuggingFace Keep LoadResult Reader SaveHandle Writer async_save latest"
-    " load save verify",
+    "checkpoint": "Checkpointer HuggingFace Keep LoadResult Reader SaveHandle Writer async_save"
+    " latest load save verify",
     "deferred": "deferred_init dematerialize fake is_deferred materialize_module"
     " materialize_tensor",
     "deferred.fake": "FakeTensor fake_mode is_fake meta_like",

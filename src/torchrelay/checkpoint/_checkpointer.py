@@ -179,11 +179,11 @@ class Checkpointer:
                 plan = saver.planner.plan(mine, everyone, ranks)
                 objects = [each.objects for each in everyone] if ranks.is_coordinator else []
                 running.size_bytes = int(plan.sizes.sum())
-                buffer = self._stage(ranks, mine, plan, objects, (step, *ids), one)
+                buffer, info = self._stage(ranks, mine, plan, objects, (step, *ids), one)
                 fds = () if one is None or not ranks.is_coordinator else one.transaction.hand_over()
             if one is not None:
                 self._write(ranks, one, objects, ids[2], fds, buffer)
-            self._newest = step
+            self._staged, self._newest = info, step
 
     def _stage(
         self,
@@ -193,26 +193,17 @@ class Checkpointer:
         objects: Sequence[Mapping[str, Any]],
         ids: tuple[int, str, int, str],
         one: Save | None,
-    ) -> _Buffer:
+    ) -> tuple[_Buffer, PartInfo]:
         """Copy this rank's part, and pass it to the memory server."""
         step, save_id, saved_at_ns, disk_id = ids
-        chosen: list[_Buffer] = []
+        staged: list[tuple[_Buffer, PartInfo]] = []
 
         def stage() -> tuple[int, bool]:
             is_new = self._lay_out(plan)
             assert self._layout is not None
-            layout = self._layout
-            buffer = self._free_buffer()
-            chosen.append(buffer)
-            info = PartInfo(
-                save_id,
-                step,
-                saved_at_ns,
-                ranks.size,
-                ranks.rank,
-                ranks.global_rank,
-                layout.size_bytes,
-            )
+            layout, buffer = self._layout, self._free_buffer()
+            place = ranks.size, ranks.rank, ranks.global_rank
+            info = PartInfo(save_id, step, saved_at_ns, *place, layout.size_bytes)
             if self._client is not None:
                 self._client.ask("begin", info, self._whole)
             if one is not None:
@@ -228,7 +219,7 @@ class Checkpointer:
                 new = None if layout is self._sent else layout
                 self._client.ask("stage", info, self._whole, new, objects, fds=[staging.fd])
                 self._sent = layout
-            self._staged = info
+            staged.append((buffer, info))
             return step, is_new
 
         found = ranks.together(stage)
@@ -237,7 +228,7 @@ class Checkpointer:
             raise MismatchError(f"the ranks save different steps: {sorted(steps)}")
         if any(is_new for _, is_new in found):
             self._check_whole(ranks, objects)
-        return chosen[0]
+        return staged[0]
 
     def _lay_out(self, plan: Plan) -> bool:
         """Lay out this rank's file for a plan; return whether it differs from the last one."""
@@ -471,22 +462,22 @@ class Checkpointer:
             self._join(ranks)
         found = ranks.coordinate(self._candidates)
         failure: Exception | None = None
-        for each in found:
+        for index, each in enumerate(found):
             try:
                 load(
                     state,
                     each.path,
-                    overwrite=bool(each.save_id),
                     group=self._group,
                     no_dist=self._no_dist,
-                    **options,
+                    **{"overwrite": bool(each.save_id), **options},
                 )
             except (CorruptionError, StorageError) as error:
                 failure = failure or error
                 _logger.warning("step %d cannot be loaded: %s", each.step, error)
                 continue
             self._newest, self._is_new = each.step, False
-            self._whole = next((one.save_id for one in found if one.save_id), "")
+            # What could not be loaded is not kept.
+            self._whole = next((one.save_id for one in found[index:] if one.save_id), "")
             _logger.info("%s: loaded step %d from %s", self.path, each.step, each.path)
             return each.step
         if failure is not None:

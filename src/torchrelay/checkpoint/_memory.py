@@ -70,10 +70,11 @@ class Memory:
 
         A server that does not answer is left out, with what only it has.
         """
-        found: dict[str, InMemory] = {}
+        found: dict[tuple[int, int, str], InMemory] = {}
 
         def add(info: PartInfo, peer: Peer | None) -> None:
-            found.setdefault(info.save_id, InMemory(info)).parts.setdefault(info.part, (info, peer))
+            one = found.setdefault((info.step, info.saved_at_ns, info.save_id), InMemory(info))
+            one.parts.setdefault(info.part, (info, peer))
 
         for info, _ in self.client.ask("list"):
             add(info, None)
@@ -83,8 +84,7 @@ class Memory:
                     add(PartInfo(*values), peer)
             except PeerLostError:
                 continue
-        order = [(one.info.step, one.info.saved_at_ns, one.info.save_id) for one in found.values()]
-        return [found[save_id] for *_, save_id in sorted(order, reverse=True)]
+        return [found[key] for key in sorted(found, reverse=True)]
 
     def close(self) -> None:
         self.client.close()

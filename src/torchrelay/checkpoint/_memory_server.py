@@ -299,6 +299,11 @@ class MemoryServer:
                 _copy(part, whole, peer)
         except Exception as error:
             part.error = described(error, part.info.rank)
+            if part.record:
+                part.error["message"] += (
+                    f" (while the checkpoint of step {part.info.step}, which is whole on its own "
+                    "host, was copied to the partner)"
+                )
         with self._changed:
             part.is_done = True
             self._changed.notify_all()

@@ -17,6 +17,7 @@ import stat
 import struct
 import subprocess
 import time
+import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -24,7 +25,7 @@ from typing import Any
 from torchrelay import config
 from torchrelay._helper import Channel, environment, module_command
 from torchrelay._processes import host_identity
-from torchrelay.checkpoint._storage import Path, local_path, text_of
+from torchrelay.checkpoint._storage import Path, local_path, storage_errors, text_of
 from torchrelay.errors import PeerLostError, UnavailableError, from_json
 from torchrelay.transport import read_key
 
@@ -130,6 +131,11 @@ def accepted(connection: socket.socket) -> bool:
     return False
 
 
+# A forked child, such as a worker of a data loader, does not keep its parent's connections open.
+_open: weakref.WeakSet[MemoryClient] = weakref.WeakSet()
+os.register_at_fork(after_in_child=lambda: [client.close() for client in [*_open]])
+
+
 class MemoryClient:
     """A connection to the memory server of a job on this host. One thread at a time uses it."""
 
@@ -156,6 +162,7 @@ class MemoryClient:
         finally:
             os.close(here)
         self._channel = Channel(connection)
+        _open.add(self)
 
     @classmethod
     def started(cls, job: str) -> MemoryClient:
@@ -169,7 +176,8 @@ class MemoryClient:
             try:
                 return cls(job)
             except OSError as error:
-                lock = _locked(folder)
+                with storage_errors(f"starting the memory server of this job in {folder}"):
+                    lock = _locked(folder)
                 if lock is not None:
                     with os.fdopen(lock):
                         _start(folder, lock)

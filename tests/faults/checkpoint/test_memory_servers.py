@@ -123,7 +123,9 @@ def test_damage_in_memory_is_noticed_and_the_step_before_is_loaded(
     with pytest.raises(CorruptionError, match=r"step-2.*tensor 'w' is damaged"):
         _loaded(job)
     _saved(job, 3)  # what is damaged gives way
-    assert _loaded(job) == 3
+    _damage(path, 3)
+    with pytest.raises(CorruptionError, match="step-3"):
+        _loaded(job)
 
 
 def test_the_disk_has_what_memory_has_lost(opened: Opened, path: str) -> None:
