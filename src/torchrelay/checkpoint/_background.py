@@ -313,13 +313,13 @@ class Saver:
         segment = staging.segment
         if segment is not None and (self._mapped is None or self._mapped() is not segment):
             job, fds = replace(job, new_staging=True), (segment.fd, *fds)
-            self._mapped = weakref.ref(segment)
         handle = SaveHandle(save, job, self.helper, self.ended)
         try:
             self.helper.channel.send(job, fds)
         except PeerLostError:
             self.helper.kill()  # if it has not died: the handle finds its end closed
         self.last, self._sent = handle, plan
+        self._mapped = None if segment is None else weakref.ref(segment)
         return handle
 
     def close(self) -> None:

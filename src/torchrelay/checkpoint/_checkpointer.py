@@ -167,7 +167,9 @@ class Checkpointer:
             one = Save(place, self._options) if to_disk else None
 
             def before() -> None:
-                if one is not None:
+                if one is None:
+                    saver.raise_failure()
+                else:
                     held.enter_context(saver.turn(one.path, waits=ranks.size == 1))
 
             def begin() -> tuple[str, int, str]:

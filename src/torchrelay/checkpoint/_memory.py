@@ -160,7 +160,7 @@ class MemoryFolder(LocalFolder):
 
     def names(self) -> list[str]:
         if not self._name:
-            return sorted(self._whole)
+            return [*self._whole]
         return [*self._parts, MANIFEST] if self._name in self._whole else []
 
     def folders(self) -> list[str]:

@@ -131,9 +131,16 @@ def accepted(connection: socket.socket) -> bool:
     return False
 
 
-# A forked child, such as a worker of a data loader, does not keep its parent's connections open.
 _open: weakref.WeakSet[MemoryClient] = weakref.WeakSet()
-os.register_at_fork(after_in_child=lambda: [client.close() for client in [*_open]])
+
+
+def _close_all() -> None:
+    for client in [*_open]:
+        client.close()
+
+
+# A forked child, such as a worker of a data loader, does not keep its parent's connections open.
+os.register_at_fork(after_in_child=_close_all)
 
 
 class MemoryClient:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from memory_jobs import end_servers, server_pid
 from torchrelay import _telemetry
@@ -22,6 +23,7 @@ from torchrelay.checkpoint import Checkpointer, load, save, verify
 from torchrelay.checkpoint._background import saver
 from torchrelay.checkpoint._memory import memory_url
 from torchrelay.checkpoint._memory_socket import SOCKET, MemoryClient, folder_of, job_of
+from torchrelay.cli import app
 from torchrelay.errors import (
     ArgumentError,
     CapacityError,
@@ -240,3 +242,38 @@ def test_strangers_get_nothing(job: Checkpointer, path: str, monkeypatch: Any) -
     with pytest.raises(StorageError, match="this host has no memory server of that job"):
         verify("torchrelay://none-of-them/step-1")
     assert _loaded(job) == 1
+
+
+def test_the_command(
+    opened: Opened, path: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def run(*arguments: str) -> str:
+        result = CliRunner().invoke(app, ["checkpoint", "memory", *arguments])
+        return result.output if result.exit_code == 0 else f"{result.exception}"
+
+    monkeypatch.setenv("COLUMNS", "160")
+    assert "no memory server of that job" in run("verify", path)
+    assert "nothing of this job" in run("drop", path)
+    job = opened()
+    _saved(job, 9, 10)
+    listed = run("ls")
+    assert all(part in listed for part in (job_of(path), "step-9", "step-10", "with 1 trainers"))
+    assert run("verify", job_of(path)).count(": whole") == 2
+    copied = f"{tmp_path}/copies/step-10"
+    assert run("copy", path, f"{tmp_path}/copies") == f"{copied}: written\n"
+    assert run("copy", path) == f"{path}/step-10: written\n"
+    assert verify(copied)
+    state: dict[str, Any] = {"w": torch.zeros(5000), "step": None}
+    load(state, f"{tmp_path}/copies")
+    assert state["step"] == 10 and torch.equal(state["w"], torch.full((5000,), 10.0))
+    assert "its trainers run" in run("drop", path)
+    job.close()
+    assert " s " in run("ls")
+    assert run("drop", path) == f"{path}: dropped\n"
+    eventually(lambda: not os.path.exists(folder_of(job_of(path))))
+    killed = opened()
+    _saved(killed, 11)
+    os.kill(server_pid(killed), signal.SIGKILL)
+    eventually(lambda: not _answers(path))
+    assert "was killed" in run("ls")
+    assert job_of(path) not in run("ls")
