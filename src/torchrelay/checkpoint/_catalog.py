@@ -37,6 +37,7 @@ __all__ = [
     "Listed",
     "check_keep",
     "commit_time_ns",
+    "heads_in",
     "latest",
     "listing",
     "newest_inside",
@@ -165,7 +166,7 @@ def _newest(parent: Path, pattern: str | None = None) -> str | None:
     Raises:
         ArgumentError: there are several.
     """
-    heads = _heads(parent)
+    heads = heads_in(parent)
     groups: dict[str, list[str]] = defaultdict(list)
     for path in _newest_first(heads):
         head, name = heads[path], split(path)[1]
@@ -237,21 +238,18 @@ def listing(parent: Path) -> list[Listed]:
         size_bytes = sum(file.size_bytes for file in manifest.files.values())
         return Listed(*first, manifest.world_size, size_bytes, "whole")
 
-    heads = _heads(parent)
+    heads = heads_in(parent)
     return [listed(path, heads[path]) for path in reversed(_newest_first(heads))]
 
 
-def commit_time_ns(parent: Path) -> int:
-    """Return the time for a commit to ``parent`` in nanoseconds since 1970: now, or, where the
-    clock has been set back, just after the newest checkpoint there.
+def commit_time_ns(heads: dict[str, Head]) -> int:
+    """Return the time for a commit beside ``heads`` in nanoseconds since 1970: now, or, where the
+    clock has been set back, just after the newest of them.
     """
-    heads: dict[str, Head] = {}
-    with suppress(StorageError):  # one may be allowed to write there, but not to list
-        heads = _heads(parent)
     return max([time.time_ns(), *(head.saved_at_ns + 1 for head in heads.values())])
 
 
-def _heads(parent: Path) -> dict[str, Head]:
+def heads_in(parent: Path) -> dict[str, Head]:
     """Return the first line of each manifest of ours directly inside ``parent``, by path."""
     with closing(open_folder(parent)) as folder:
         paths = folder.folders()
@@ -275,16 +273,16 @@ def _is_whole(path: str) -> bool:
     return True
 
 
-def retain(path: Path, keep: Keep) -> None:
+def retain(path: Path, keep: Keep, heads: dict[str, Head] | None = None) -> None:
     """Remove the checkpoints of the series of ``path`` that ``keep`` does not keep; never ``path``
-    itself.
+    itself. ``heads`` are those in its folder, if they were read a moment ago.
     """
     parent, name = split(path)
     with closing(open_folder(parent)) as folder:
         spared = folder.linked()
     heads = {
         old: head
-        for old, head in _heads(parent).items()
+        for old, head in (heads_in(parent) if heads is None else heads).items()
         if split(old)[1] == head.name and _series(head.name) == _series(name)
     }
     newest = 0

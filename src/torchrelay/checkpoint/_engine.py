@@ -11,7 +11,7 @@ import errno
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -24,6 +24,7 @@ from torchrelay.checkpoint._catalog import (
     Keep,
     check_keep,
     commit_time_ns,
+    heads_in,
     open_folder,
     open_transaction,
     retain,
@@ -248,11 +249,14 @@ class Save:
             StorageError: it cannot be committed, or an older one not removed.
         """
         parent, name = split(self.path)
-        head = Head(commit_time_ns(parent), self.transaction.save_id, name)
+        heads: dict[str, Head] | None = None
+        with suppress(StorageError):  # one may be allowed to write there, but not to list
+            heads = heads_in(parent)
+        head = Head(commit_time_ns(heads or {}), self.transaction.save_id, name)
         names, small = self._exported(parts)
         manifest, sizes = assemble(everyone, parts, head, names, small)
         self.transaction.commit(manifest, sizes, names)
-        self._retain()
+        self._retain(None if heads is None else {**heads, self.path: head})
 
     def _exported(self, parts: Sequence[Written]) -> tuple[dict[str, str], dict[str, DataFile]]:
         """Write the files beside what the parts export. Return the names that files have in the
@@ -290,10 +294,10 @@ class Save:
             names[written] = name
         return names, small
 
-    def _retain(self) -> None:
+    def _retain(self, heads: dict[str, Head] | None) -> None:
         if self._keep is not None:
             try:
-                retain(self.path, self._keep)
+                retain(self.path, self._keep, heads)
             except StorageError as error:
                 raise StorageError(
                     error.errno,

@@ -231,7 +231,7 @@ def test_strangers_get_nothing(job: Checkpointer, path: str, monkeypatch: Any) -
     with pytest.raises(UnavailableError, match="or others may enter it; remove it, or set TMPDIR"):
         MemoryClient(job_of(path))
     with closing(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)) as stranger:
-        os.chdir(folder)
+        monkeypatch.chdir(folder)
         stranger.connect(SOCKET)
         stranger.recv(100)
         stranger.send(b"x" * 32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from typer.testing import CliRunner
 
 from torchrelay import _native
-from torchrelay.checkpoint import Reader, latest, load, save, verify
+from torchrelay.checkpoint import Reader, _catalog, latest, load, save, verify
 from torchrelay.cli import app
 from torchrelay.errors import ArgumentError, StorageError, UnsupportedError
 
@@ -129,3 +130,22 @@ def test_ls(tmp_path: Path) -> None:
     assert "[best]" in run() and run().endswith("step-2")
     _save(tmp_path, "eval-1")
     assert "several series of checkpoints" in run()
+
+
+def test_a_commit_reads_what_lies_beside_it_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not once for its date, and again for keep=: on an object store each is a request."""
+    for step in range(3):
+        save({"step": step}, tmp_path / f"step-{step}")
+    read: list[str] = []
+    head_at = _catalog.head_at
+
+    def counted(open_folder: Any) -> Any:
+        read.append(open_folder.args[0])
+        return head_at(open_folder)
+
+    monkeypatch.setattr(_catalog, "head_at", counted)
+    save({"step": 3}, tmp_path / "step-3", keep=2)
+    assert sorted(read) == [str(tmp_path / f"step-{step}") for step in range(3)]
+    assert sorted(os.listdir(tmp_path)) == ["step-2", "step-3"]

@@ -210,7 +210,7 @@ def test_a_slice_reads_its_own_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize(
     ("name", "limit_bytes"),
-    [("_manifest.MAX_MANIFEST_BYTES", 1000), ("_engine.MAX_HEADER_BYTES", 2000)],
+    [("_manifest.MAX_MANIFEST_BYTES", 1000), ("_written.MAX_HEADER_BYTES", 2000)],
 )
 def test_what_no_reader_would_take_is_not_committed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, limit_bytes: int

@@ -1,0 +1,250 @@
+"""Checkpoints in memory of two hosts: what a save of every step costs, and how soon a job resumes.
+
+    python benchmarks/bench_checkpoint_memory.py            # about five minutes
+    python benchmarks/bench_checkpoint_memory.py --smoke    # small and short; writes nothing
+
+Needs root and iproute2. Two hosts in network namespaces, with a rank each that has half of the
+state. A step is an amount of matrix multiplication that takes a second on one core. The stall is
+the time within the call; what a step takes in all also has what the memory servers, the writer
+processes or the threads of the saver take from the trainers' cores. One copy is that of a rank's
+part, by torch, into memory that was used before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.multiprocessing as mp
+from report import spread, table, write
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from torchrelay.checkpoint import Checkpointer
+from torchrelay.checkpoint._memory_socket import MemoryClient, job_of
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+import namespaces
+
+SIZE_BYTES = 500_000_000
+LINK_MBIT = 1000  # for the loss of a host
+_TENSORS = 20
+
+
+def _state(size_bytes: int, value: float) -> dict[str, Any]:
+    mesh = DeviceMesh("cpu", [*range(dist.get_world_size())])
+    rows = size_bytes // 4 // _TENSORS // 1000 // 12 * 12  # divisible by all numbers of ranks
+    state: dict[str, Any] = {
+        f"w{i}": distribute_tensor(torch.full((rows, 1000), value), mesh, [Shard(0)])
+        for i in range(_TENSORS)
+    }
+    return state
+
+
+def _step_of(seconds: float) -> Callable[[], None]:
+    """An amount of work that takes so long now."""
+    one = torch.randn(600, 600)
+
+    def work(count: int) -> None:
+        for _ in range(count):
+            torch.mm(one, one)
+
+    work(10)
+    start = time.perf_counter()
+    work(50)
+    count = max(1, int(50 * seconds / (time.perf_counter() - start)))
+    return lambda: work(count)
+
+
+def _saves(folder: str, size_bytes: int, rounds: int, step_s: float) -> dict[str, Any]:
+    """Seconds in the call, and of the step and the call, by the way to save; in turn."""
+    state, step = _state(size_bytes, 1.0), _step_of(step_s)
+    job = Checkpointer(f"{folder}/ckpt", partner=True, disk_every=None)
+    alone = Checkpointer(f"{folder}/alone", disk_every=None)
+    pending: dict[str, Any] = {}
+    threads = dist.new_group()  # DCP's thread communicates while the trainer does
+    number = 0
+
+    def by_dcp(kind: AsyncCheckpointerType) -> Callable[[], None]:
+        def save() -> None:
+            name = kind.value
+            if name in pending:
+                pending[name].result()
+            shutil.rmtree(f"{folder}/{name}", ignore_errors=True)
+            dist.barrier()
+            pending[name] = dcp.async_save(
+                state,
+                storage_writer=dcp.FileSystemWriter(f"{folder}/{name}", sync_files=False),
+                async_checkpointer_type=kind,
+                process_group=threads,
+            )
+
+        return save
+
+    ways = {
+        "no save": lambda: None,
+        "memory and partner": lambda: job.save(state, step=number),
+        "memory": lambda: alone.save(state, step=number),
+        "DCP async_save to disk, a thread": by_dcp(AsyncCheckpointerType.THREAD),
+    }
+    times: dict[str, Any] = {name: {"call": [], "step": []} for name in ways}
+    for round_ in range(rounds + 1):
+        for name, save in ways.items():
+            for _ in range(3):  # the first of a way has what the way before left
+                number += 1
+                dist.barrier()
+                start = time.perf_counter()
+                save()
+                called = time.perf_counter()
+                step()
+                dist.barrier()
+                ended = time.perf_counter()
+            if round_ > 0:  # memory is made, and processes are started, in the first
+                times[name]["call"].append(called - start)
+                times[name]["step"].append(ended - start)
+            job.wait()
+            alone.wait()
+            for handle in pending.values():
+                handle.result()
+    alone.close(drop=True)
+    return times
+
+
+def _loads(folder: str, size_bytes: int, rounds: int, step_s: float) -> dict[str, Any]:
+    """Seconds of a load of what is in memory, and of one copy of a rank's part."""
+    state = _state(size_bytes, 0.0)
+    job = Checkpointer(f"{folder}/ckpt", partner=True, disk_every=None)
+    dist.barrier()
+    start = time.perf_counter()
+    step = job.load(state)
+    took = time.perf_counter() - start
+    local = [one.to_local() for one in state.values()]
+    assert step is not None and all(bool((one == 1.0).all()) for one in local)
+    into = [torch.zeros_like(one) for one in local]
+    copies = []
+    for _ in range(3):
+        start = time.perf_counter()
+        for target, one in zip(into, local, strict=True):
+            target.copy_(one)
+        copies.append(time.perf_counter() - start)
+    job.save(state, step=step + 1)
+    job.wait()
+    return {"load": took, "copy": statistics.median(copies)}
+
+
+def _rank(
+    rank: int, ranks: int, hosts: namespaces.Hosts, folder: str, what: str, *arguments: Any
+) -> None:
+    host = rank * 2 // ranks
+    namespaces.enter(hosts.pids[host])
+    os.environ.update(
+        TORCHRELAY_HOST_ID=str(host),
+        TORCHRELAY_TRANSPORT_INTERFACE="eth0",
+        GLOO_SOCKET_IFNAME="eth0",
+    )
+    torch.set_num_threads(1)
+    store = dist.FileStore(tempfile.mkdtemp(dir=folder) if ranks == 1 else f"{folder}/store", ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    found = globals()[what](folder, *arguments)
+    if rank == 0:
+        Path(f"{folder}/found.json").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _run(ranks: int, hosts: namespaces.Hosts, folder: str, what: str, *arguments: Any) -> Any:
+    Path(f"{folder}/store").unlink(missing_ok=True)
+    mp.spawn(_rank, (ranks, hosts, folder, what, *arguments), nprocs=ranks)
+    return json.loads(Path(f"{folder}/found.json").read_text())
+
+
+def _kill_server(folder: str, host: int) -> None:
+    os.environ["TORCHRELAY_HOST_ID"] = str(host)
+    with suppress(OSError), closing(MemoryClient(job_of(f"{folder}/ckpt"))) as client:
+        os.kill(client.ask("status")["pid"], signal.SIGKILL)
+
+
+def _measure(folder: str, size_bytes: int, rounds: int, step_s: float) -> list[str]:
+    arguments = (size_bytes, rounds, step_s)
+    with namespaces.switched(2) as hosts:
+        times = _run(2, hosts, folder, "_saves", *arguments)
+        base = statistics.median(times["no save"]["step"])
+        rows = [
+            (
+                name,
+                f"{1e3 * statistics.median(one['call']):.1f} ms",
+                f"{100 * statistics.median(one['call']) / base:.1f} %",
+                spread(one["step"]),
+                f"{100 * (statistics.median(one['step']) / base - 1):.1f} %",
+            )
+            for name, one in times.items()
+        ]
+        head = ("a save of every step", "in the call", "of a step", "step and call", "longer by")
+        saved = table(head, rows)
+        rows = []
+        for name, ranks, lost, limited in (
+            ("trainers killed", 2, False, False),
+            ("trainers killed, again", 2, False, False),
+            ("2 ranks, then 3", 3, False, False),
+            ("3 ranks, then 4", 4, False, False),
+            ("4 ranks, then 2", 2, False, False),
+            ("a host lost, its links not limited", 2, True, False),
+            (f"a host lost, links of {LINK_MBIT} Mbit/s", 2, True, True),
+        ):
+            if limited:
+                hosts.limit(LINK_MBIT)
+            if lost:
+                _kill_server(folder, 1)
+            found = _run(ranks, hosts, folder, "_loads", *arguments)
+            link_s = size_bytes / 2 / (LINK_MBIT * 1e6 / 8)
+            ratio = f"{found['load'] / found['copy']:.2f} copies"
+            if limited:
+                ratio = f"{found['load'] / link_s:.2f} x bytes / link ({link_s:.2f} s)"
+            rows.append((name, f"{found['load']:.3f} s", f"{found['copy']:.3f} s", ratio))
+        loaded = table(("resume from memory", "load()", "one copy", "load() takes"), rows)
+    return [saved, loaded]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--smoke", action="store_true", help="small and short; writes nothing")
+    parser.add_argument("--rounds", type=int, default=5)
+    arguments = parser.parse_args()
+    if reason := namespaces.missing("tc"):
+        raise SystemExit(reason)
+    folder = tempfile.mkdtemp()
+    os.environ["TMPDIR"] = folder
+    load = os.getloadavg()[0]
+    try:
+        if arguments.smoke:
+            parts = _measure(folder, 24_000_000, 1, 0.05)
+        else:
+            parts = _measure(folder, SIZE_BYTES, arguments.rounds, 1.0)
+    finally:
+        for host in range(2):
+            _kill_server(folder, host)
+        shutil.rmtree(folder, ignore_errors=True)
+    print("\n\n".join(parts))
+    if not arguments.smoke:
+        about = (__doc__ or "").split("\n\n", 2)[2]
+        note = f"Load of the machine when it began: {load:.1f}."
+        write("checkpoint_memory", "checkpoint: memory of hosts", about, note, *parts)
+
+
+if __name__ == "__main__":
+    main()
