@@ -29,11 +29,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.multiprocessing as mp
 from report import spread, table, write
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.multiprocessing.spawn import start_processes
 
 from torchrelay.checkpoint import Checkpointer
 from torchrelay.checkpoint._memory_socket import MemoryClient, job_of
@@ -169,7 +169,7 @@ def _rank(
 
 def _run(ranks: int, hosts: namespaces.Hosts, folder: str, what: str, *arguments: Any) -> Any:
     Path(f"{folder}/store").unlink(missing_ok=True)
-    mp.spawn(_rank, (ranks, hosts, folder, what, *arguments), nprocs=ranks)
+    start_processes(_rank, (ranks, hosts, folder, what, *arguments), ranks)  # type: ignore[no-untyped-call]
     return json.loads(Path(f"{folder}/found.json").read_text())
 
 
@@ -196,7 +196,7 @@ def _measure(folder: str, size_bytes: int, rounds: int, step_s: float) -> list[s
         ]
         head = ("a save of every step", "in the call", "of a step", "step and call", "longer by")
         saved = table(head, rows)
-        rows = []
+        rows_of_loads: list[tuple[str, ...]] = []
         for name, ranks, lost, limited in (
             ("trainers killed", 2, False, False),
             ("trainers killed, again", 2, False, False),
@@ -215,8 +215,8 @@ def _measure(folder: str, size_bytes: int, rounds: int, step_s: float) -> list[s
             ratio = f"{found['load'] / found['copy']:.2f} copies"
             if limited:
                 ratio = f"{found['load'] / link_s:.2f} x bytes / link ({link_s:.2f} s)"
-            rows.append((name, f"{found['load']:.3f} s", f"{found['copy']:.3f} s", ratio))
-        loaded = table(("resume from memory", "load()", "one copy", "load() takes"), rows)
+            rows_of_loads.append((name, f"{found['load']:.3f} s", f"{found['copy']:.3f} s", ratio))
+        loaded = table(("resume from memory", "load()", "one copy", "load() takes"), rows_of_loads)
     return [saved, loaded]
 
 

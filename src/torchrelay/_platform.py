@@ -17,6 +17,7 @@ import mmap
 import os
 import resource
 import socket
+import struct
 import sys
 import tempfile
 from pathlib import Path
@@ -36,17 +37,20 @@ __all__ = [
     "initial_environment",
     "loopback",
     "need_core",
+    "path_inside",
     "peak_memory_bytes",
     "populate",
     "socket_pair",
     "start_writeback",
     "usable_cores",
+    "user_at_other_end",
 ]
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _SYNC_FILE_RANGE_WRITE = 2
 _MADV_POPULATE_READ = 22
 _ZEROS = bytes(1 << 20)
+_UCRED = struct.Struct("3i")  # pid, user, group
 
 _writes_back = hasattr(_libc, "sync_file_range")
 _reads_mapped = hasattr(mmap, "MADV_DONTFORK")  # of Linux, as the advice by number is
@@ -205,6 +209,18 @@ def socket_pair() -> tuple[socket.socket, socket.socket]:
         if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
             raise
         return socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+
+
+def path_inside(folder: int, name: str) -> str:
+    """Return a short path of a file in an open folder, for a socket: the kernel takes 108 bytes."""
+    return f"/proc/self/fd/{folder}/{name}"
+
+
+def user_at_other_end(connection: socket.socket) -> int:
+    """Return the user of the process that a Unix socket is connected to, as the kernel knows it."""
+    found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
+    _, user, _ = _UCRED.unpack(found)
+    return int(user)
 
 
 CLOSE_RECEIVED = int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))

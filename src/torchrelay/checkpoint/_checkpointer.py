@@ -21,6 +21,7 @@ from typing_extensions import Self
 from torchrelay import _telemetry, config
 from torchrelay._addresses import address_for_peers
 from torchrelay._names import names_options
+from torchrelay._platform import need_core
 from torchrelay.checkpoint._background import SaveHandle, Staging, saver
 from torchrelay.checkpoint._catalog import Keep, latest
 from torchrelay.checkpoint._engine import Save, SaveOptions, described
@@ -96,6 +97,7 @@ class Checkpointer:
     Raises:
         ArgumentError: ``partner`` without ``memory``, nothing is saved anywhere, or a number is out
             of range.
+        UnsupportedError: ``memory`` without the native core.
     """
 
     @names_options()
@@ -116,6 +118,8 @@ class Checkpointer:
                 "memory=False: a partner keeps copies of what is in memory, and disk_every=None "
                 "writes nothing to the disk; give memory=True, or only disk_every="
             )
+        if memory:
+            need_core("Checkpointer", "pass memory=False")
         self.path = text_of(path).rstrip("/")
         split(f"{self.path}/step-0")
         self._memory, self._partner, self._disk_every = memory, partner, disk_every

@@ -15,7 +15,7 @@ from functools import cached_property
 import numpy as np
 
 from torchrelay import _native, config
-from torchrelay._addresses import boot_id
+from torchrelay._platform import boot_id
 from torchrelay.checkpoint._local import LocalFolder
 from torchrelay.checkpoint._manifest import Head
 from torchrelay.checkpoint._memory_part import PartInfo, file_name, manifest_of

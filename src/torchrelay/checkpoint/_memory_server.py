@@ -27,6 +27,7 @@ from typing import Any
 
 from torchrelay import _native, config
 from torchrelay._helper import Channel
+from torchrelay._platform import anonymous_file, path_inside
 from torchrelay.checkpoint._engine import described
 from torchrelay.checkpoint._memory_part import FileLayout, PartInfo, check_part
 from torchrelay.checkpoint._memory_peers import PIECE_BYTES, Peer, PeerServer
@@ -321,8 +322,7 @@ class MemoryServer:
             info = PartInfo(*values["info"])
             with self._changed:
                 self._expect(info, values["whole"])
-                fd = _native.anonymous_file("torchrelay-checkpoint", info.size_bytes)
-                os.ftruncate(fd, info.size_bytes)
+                fd = anonymous_file("torchrelay-checkpoint", info.size_bytes)
                 self._add(info, io.FileIO(fd, "r+")).is_copy = True
             return {}, b""
         key, start = tuple(values["key"]), values.get("start", 0)
@@ -370,7 +370,7 @@ def main(folder: str, lock_fd: int) -> None:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with suppress(FileNotFoundError):  # of one that was killed
         os.unlink(SOCKET, dir_fd=here)
-    listener.bind(f"/proc/self/fd/{here}/{SOCKET}")
+    listener.bind(path_inside(here, SOCKET))
     listener.listen(_BACKLOG)
     if os.fork():
         os._exit(0)  # whoever started it knows now that it listens

@@ -14,7 +14,6 @@ import os
 import re
 import socket
 import stat
-import struct
 import subprocess
 import time
 import weakref
@@ -24,6 +23,7 @@ from typing import Any
 
 from torchrelay import config
 from torchrelay._helper import Channel, environment, module_command
+from torchrelay._platform import path_inside, user_at_other_end
 from torchrelay._processes import host_identity
 from torchrelay.checkpoint._storage import Path, local_path, storage_errors, text_of
 from torchrelay.errors import PeerLostError, UnavailableError, from_json
@@ -35,7 +35,6 @@ SOCKET, _LOCK, _LOG = "socket", "lock", "log"
 _START_TIMEOUT_S = 60.0
 _POLL_S = 0.01
 _SHOWN = 1000  # characters of the log in an error
-_UCRED = struct.Struct("3i")  # pid, user, group
 _PROOF_BYTES = 32
 
 
@@ -102,16 +101,10 @@ def _proof(end: str, nonce: bytes) -> bytes:
     return hashlib.blake2b(nonce, digest_size=_PROOF_BYTES, key=key, person=end.encode()).digest()
 
 
-def _is_own(connection: socket.socket) -> bool:
-    size = _UCRED.size
-    _, user, _ = _UCRED.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
-    return bool(user == os.geteuid())
-
-
 def _greeted(connection: socket.socket, me: str, other: str) -> bool:
     """Exchange proofs that both ends have the key of the job; return whether the other has."""
     connection.settimeout(_START_TIMEOUT_S)
-    if not _is_own(connection):
+    if user_at_other_end(connection) != os.geteuid():
         return False
     mine = os.urandom(_PROOF_BYTES)
     connection.send(mine)
@@ -157,7 +150,7 @@ class MemoryClient:
         here = _own_folder(self.folder, create=False)
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
-            connection.connect(f"/proc/self/fd/{here}/{SOCKET}")
+            connection.connect(path_inside(here, SOCKET))
             if not _greeted(connection, "client", "server"):
                 raise UnavailableError(
                     f"{self.folder}: the memory server there has another user, or another key "

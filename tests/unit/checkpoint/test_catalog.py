@@ -14,7 +14,7 @@ import torch
 from typer.testing import CliRunner
 
 from torchrelay import _native
-from torchrelay.checkpoint import Reader, _catalog, latest, load, save, verify
+from torchrelay.checkpoint import Reader, _catalog, _manifest, latest, load, save, verify
 from torchrelay.cli import app
 from torchrelay.errors import ArgumentError, StorageError, UnsupportedError
 
@@ -139,7 +139,7 @@ def test_a_commit_reads_what_lies_beside_it_once(
     for step in range(3):
         save({"step": step}, tmp_path / f"step-{step}")
     read: list[str] = []
-    head_at = _catalog.head_at
+    head_at = _manifest.head_at
 
     def counted(open_folder: Any) -> Any:
         read.append(open_folder.args[0])
