@@ -121,19 +121,17 @@ class PeerServer:
         self._handler = handler
         self._peers: OrderedDict[str, int] = OrderedDict()
         self._is_closed = False
-        self._thread = threading.Thread(target=self._serve, daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._serve, daemon=True).start()
 
     def close(self) -> None:
-        """End the thread, and wait for it. What peers ask from now on is not answered."""
+        """Answer nothing any more. The thread ends soon."""
         self._is_closed = True
-        self._thread.join()
 
     def _serve(self) -> None:
         while not self._is_closed:
             try:
                 message = self._endpoint.receive(_POLL_S)
-                if message is not None:
+                if message is not None and not self._is_closed:
                     self._answer(*_unpacked(message))
             except Exception:  # of a peer of another version
                 _logger.exception("a request of another memory server is ignored")

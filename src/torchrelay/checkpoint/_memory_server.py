@@ -146,18 +146,16 @@ class MemoryServer:
     def do_join(self, client: _Client, attempt: str, token: bytes, interface: str) -> str:
         """Take part in an attempt, which ends the one before; return this server's address."""
         with self._changed:
-            old = self._attempt
-            if attempt != old.name:
+            if attempt != self._attempt.name:
+                if self._attempt.server is not None:
+                    self._attempt.server.close()
                 joined = network(self._transport, token=token, interface=interface)
                 server = PeerServer(joined, self._answer)
                 self._attempt = _Attempt(attempt, token, interface, network=joined, server=server)
             self._trainers += not client.attempt
             client.attempt, self._is_dropped = attempt, False
             assert self._attempt.server is not None
-            address = self._attempt.server.address
-        if old is not self._attempt and old.server is not None:
-            old.server.close()
-        return address
+            return self._attempt.server.address
 
     def do_meet(self, client: _Client, peers: Sequence[str], partner: str | None) -> None:
         with self._changed:
