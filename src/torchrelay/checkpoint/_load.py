@@ -279,6 +279,8 @@ def _execute(
             _materialize(item, plan)
     targets = (target() if isinstance(target, partial) else target for target in plan.targets)
     reader.fill(zip(plan.segments, targets, strict=True), advance, verify=verify)
+    for fill in plan.fills:
+        fill()
     missing, unexpected = [*plan.missing], [*plan.unexpected]
     for index, item in enumerate(owners):
         try:

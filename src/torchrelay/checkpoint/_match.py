@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import partial
@@ -22,6 +22,7 @@ from torchrelay._boxes import Box
 from torchrelay.checkpoint._optimizers import check_state, known_sections, may_lack, numbered
 from torchrelay.checkpoint._part_plan import PartPlan
 from torchrelay.checkpoint._parts import ModulePart, OptimizerPart, Part
+from torchrelay.checkpoint._quantized import Scales
 from torchrelay.checkpoint._read import ChunkSlice, segments_of
 from torchrelay.checkpoint._state import ORDINARY, Leaf, check_put, relative_path
 from torchrelay.checkpoint._subclasses import SUBCLASS, Subclass, block_of
@@ -35,6 +36,8 @@ from torchrelay.deferred._shards import local_box
 from torchrelay.errors import ArgumentError, MismatchError
 
 __all__ = ["LoadPlan", "Request", "match"]
+
+Target = torch.Tensor | partial[torch.Tensor]
 
 _SHOWN = 3  # keys that an error lists
 _NEAR = 2  # keys that an error lists because they resemble a missing one
@@ -57,6 +60,7 @@ class LoadPlan:
     """Which bytes go to which tensors, and what each object is given.
 
     A target is a tensor, or a function that returns it once the deferred ones are materialised.
+    ``fills`` are called after all is read.
     """
 
     location: str
@@ -64,7 +68,8 @@ class LoadPlan:
     manifest: Manifest
     parts: Sequence[PartPlan]
     segments: list[ChunkSlice] = field(default_factory=list)
-    targets: list[torch.Tensor | partial[torch.Tensor]] = field(default_factory=list)
+    targets: list[Target] = field(default_factory=list)
+    fills: list[Callable[[], None]] = field(default_factory=list)
     missing: dict[str, tuple[PartPlan, Leaf]] = field(default_factory=dict)
     unexpected: list[str] = field(default_factory=list)
 
@@ -301,7 +306,8 @@ class _Matching:
         entry = self.manifest.tensors[key]
         entry.check_known(key, self.plan.location)
         (dtype, described, blocks), tensors = tensor_state(key, tensor)
-        if entry.shape != described.shape or entry.dtype is not dtype:
+        scales = Scales.of(self.manifest, key, dtype)
+        if entry.shape != described.shape or (entry.dtype is not dtype and scales is None):
             raise MismatchError(
                 f"{self.plan.location}: tensor {key!r} is {entry.dtype.name} of shape "
                 f"{list(entry.shape)} in the checkpoint, and {dtype.name} of shape "
@@ -318,13 +324,29 @@ class _Matching:
             if not is_deferred_here:
                 check_target(key, tensors[place])
             segments = segments_of(key, entry, box)
-            self.plan.segments += segments
-            self.plan.targets += [
+            targets = [
                 partial(_materialized, item, name, place, box, segment.inner)
                 if is_deferred_here
                 else _inside(tensors[place], box, segment.inner)
                 for segment in segments
             ]
+            if scales is not None:
+                segments, targets = self._scaled(scales, segments, targets)
+            self.plan.segments += segments
+            self.plan.targets += targets
+
+    def _scaled(
+        self, scales: Scales, segments: list[ChunkSlice], targets: list[Target]
+    ) -> tuple[list[ChunkSlice], list[Target]]:
+        """Read a quantized tensor into memory of its own, from which the targets are filled."""
+        self.known.add(scales.key)
+        self.tensors[scales.key] = (scales.values,)
+        pairs = scales.reads()
+        for segment, target in zip(segments, targets, strict=True):
+            memory, fill = scales.scaled(segment.inner, target)
+            pairs.append((segment, memory))
+            self.plan.fills.append(fill)
+        return [segment for segment, _ in pairs], [memory for _, memory in pairs]
 
     def _drop_overwritten(self) -> None:
         """Read a tensor that has several keys under the last of them only, which overwrites what

@@ -21,6 +21,7 @@ import torch
 
 from torchrelay._boxes import Box
 from torchrelay.checkpoint._foreign import Snapshot
+from torchrelay.checkpoint._quantized import SCALES
 from torchrelay.checkpoint._types import Chunk, Dtype, Manifest, TensorEntry
 from torchrelay.errors import MismatchError, UnsupportedError
 
@@ -140,10 +141,11 @@ def _convert(
     """Yield the tensors of a module, made of ``stored`` ones, and those that it lacks."""
     groups: dict[str, Any] = {}
     for key in sorted(stored, key=names.library.dot_natural_key):  # the order of the experts
-        name, pattern = names.find(key)
+        scaled = key.removesuffix(SCALES) if key.removesuffix(SCALES) in stored else key
+        name, pattern = names.find(scaled)
         if pattern is None:
             if not names.ignores(name):
-                yield name, stored[key]
+                yield name + key.removeprefix(scaled), stored[key]
             continue
         if name not in groups:
             rule = names.by_pattern[pattern]

@@ -4,6 +4,7 @@ those that ``save_pretrained`` writes, and by ``load`` as any checkpoint.
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 from collections.abc import Iterator
@@ -195,6 +196,35 @@ def test_an_adapter_alone(tmp_path: Path) -> None:
         "manifest.json",
     ]
     assert verify(tmp_path / "x")
+
+
+@pytest.mark.filterwarnings("ignore")  # of peft
+def test_peft_reads_the_adapter_of_a_training_checkpoint(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    base, config = _model(), peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True)
+
+    def adapted() -> Any:
+        return peft.get_peft_model(copy.deepcopy(base), config).eval()
+
+    model = adapted()
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            nn.init.normal_(parameter)
+    layout = HuggingFace(
+        prefix="model.",
+        rename=lambda name: name.replace(".default.", ".") if "lora_" in name else None,
+        files={"adapter_config.json": json.dumps(config.to_dict(), default=list)},
+        name="adapter_model",
+    )
+    save({"model": model, "step": 3}, tmp_path / "step-3", layout=layout)
+    found = peft.PeftModel.from_pretrained(copy.deepcopy(base), tmp_path / "step-3").eval()
+    other = adapted()
+    load({"model": other, "step": None}, tmp_path)  # training goes on from the same checkpoint
+    tokens = torch.arange(12).view(2, 6)
+    expected = model(tokens).logits
+    assert torch.equal(found(tokens).logits, expected)
+    assert torch.equal(other(tokens).logits, expected)
+    assert not torch.equal(base.eval()(tokens).logits, expected)
 
 
 @pytest.mark.parametrize("moment", range(1, 12))

@@ -5,6 +5,7 @@ into a fresh object, and goes on as after ``torch.save``.
 from __future__ import annotations
 
 import inspect
+import json
 import logging
 import warnings
 from pathlib import Path
@@ -13,7 +14,10 @@ from typing import Any
 import pytest
 import torch
 
+from torchrelay._boxes import Box
 from torchrelay.checkpoint import load, save
+from torchrelay.checkpoint._quantized import Scales
+from torchrelay.checkpoint._types import DTYPES, TensorEntry
 from torchrelay.errors import MismatchError
 
 WEIGHTS = [
@@ -134,3 +138,105 @@ def test_weights_of_bitsandbytes(tmp_path: Path) -> None:
     save({"model": four[0]}, tmp_path / "four")
     with pytest.raises(MismatchError, match=r"(?s)refused .*Unexpected key"):  # so does torch.load
         load({"model": four[1]}, tmp_path / "four")
+
+
+def _snapshot(folder: Path, shapes: dict[str, tuple[int, int]]) -> dict[str, torch.Tensor]:
+    """Write a snapshot as those of DeepSeek are; return what it holds, in float32."""
+    safetensors = pytest.importorskip("safetensors.torch")
+    torch.manual_seed(0)
+    stored, expected = {"norm.weight": torch.randn(7)}, {}
+    for name, shape in shapes.items():
+        values = torch.randn(shape).to(torch.float8_e4m3fn)
+        scales = torch.rand(*(-(-size // 128) for size in shape)) + 0.5
+        stored |= {f"{name}.weight": values, f"{name}.weight_scale_inv": scales}
+        grown = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
+        expected[f"{name}.weight"] = values.float() * grown[: shape[0], : shape[1]]
+    safetensors.save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    weights = dict.fromkeys(stored, "model.safetensors")
+    index = {"metadata": {}, "weight_map": weights}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return {**expected, "norm.weight": stored["norm.weight"]}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_quantized_snapshots_are_dequantized_as_dcp_does(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.quantized_hf_storage import (
+        QuantizedHuggingFaceStorageReader,
+    )
+
+    expected = _snapshot(tmp_path, {"a": (300, 130), "b": (128, 256), "c": (5, 3)})
+
+    def blank() -> dict[str, torch.Tensor]:
+        return {
+            key: torch.zeros(value.shape, dtype=dtype if "norm" not in key else torch.float32)
+            for key, value in expected.items()
+        }
+
+    state, theirs = blank(), blank()
+    load(state, tmp_path)
+    reader = QuantizedHuggingFaceStorageReader(str(tmp_path), target_dtype=dtype)
+    dcp.load(theirs, storage_reader=reader)
+    for key, value in expected.items():
+        assert torch.equal(state[key], value.to(state[key].dtype)), key
+        assert torch.equal(state[key], theirs[key]), key
+    as_it_is = {"a.weight": torch.zeros(300, 130, dtype=torch.float8_e4m3fn)}
+    load(as_it_is, tmp_path)
+    assert as_it_is["a.weight"].float().abs().sum() > 0
+
+
+def test_quantized_snapshots_by_module_shard_and_deferred(tmp_path: Path) -> None:
+    """Each rank reads and scales its shard; tied tensors and scales that do not fit, too."""
+    from torchrelay.deferred import deferred_init
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = torch.nn.Linear(130, 300, bias=False)
+            self.b = torch.nn.Linear(256, 128, bias=False)
+            self.norm = torch.nn.LayerNorm(7, bias=False)
+
+    expected = _snapshot(tmp_path, {"a": (300, 130), "b": (128, 256)})
+    model = deferred_init(Model)
+    result = load(model, tmp_path)
+    assert result == ([], [])
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, expected[key])
+    state: dict[str, Any] = {"a": {"weight": torch.zeros(300, 130)}}
+    state |= {"norm": {"weight": torch.zeros(7)}}
+    state["tied"] = state["norm"]  # its second name is not stored
+    load(state, tmp_path, strict=False)
+    assert torch.equal(state["a"]["weight"], expected["a.weight"])
+    with pytest.raises(MismatchError, match=r"float8_e4m3fn .*checkpoint, and int64"):
+        load({"a.weight": torch.zeros(300, 130, dtype=torch.int64)}, tmp_path)
+    safetensors = pytest.importorskip("safetensors.torch")
+    wrong = {"a.weight": torch.zeros(300, 130).to(torch.float8_e4m3fn)}
+    wrong["a.weight_scale_inv"] = torch.zeros(5, 3)
+    (tmp_path / "wrong").mkdir()
+    safetensors.save_file(wrong, tmp_path / "wrong" / "model.safetensors")
+    with pytest.raises(MismatchError, match=r"has scales of shape \[5, 3\]; known are .* \[3, 2\]"):
+        load({"a.weight": torch.zeros(300, 130)}, tmp_path / "wrong")
+
+
+@pytest.mark.parametrize(
+    "box", [((0, 0), (300, 260)), ((130, 0), (20, 260)), ((100, 120), (60, 9))]
+)
+def test_any_part_of_a_quantized_tensor(box: tuple[tuple[int, int], tuple[int, int]]) -> None:
+    torch.manual_seed(0)
+    values, scales = torch.randn(300, 260).to(torch.float8_e4m3fn), torch.rand(3, 3)
+    grown = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)[:300, :260]
+    read = Scales(
+        "scales",
+        TensorEntry(DTYPES["float8_e4m3fn"], (300, 260), ()),
+        TensorEntry(DTYPES["float32"], (3, 3), ()),
+    )
+    read.values.copy_(scales)
+    inner, target = Box(*box), torch.empty(box[1])
+    memory, fill = read.scaled(inner, target)
+    part = inner.within(Box.whole((300, 260)))
+    memory.copy_(values[part])
+    fill()
+    assert torch.equal(target, values[part].float() * grown[part])
