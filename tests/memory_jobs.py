@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from functools import partial
 from typing import Any
 
@@ -15,8 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from torchrelay.checkpoint import Checkpointer
-from torchrelay.checkpoint._memory_socket import MemoryClient, folder_of, jobs
-from torchrelay.errors import PeerLostError
+from torchrelay.checkpoint._memory_socket import MemoryClient, folder_of, jobs, remove
 from torchrelay.world import World
 from waiting import eventually
 
@@ -123,8 +122,11 @@ def end_servers(hosts: int = 4) -> list[str]:
         os.environ["TORCHRELAY_HOST_ID"] = "" if host < 0 else str(host)
         for job in jobs():
             found.append(f"{host}: {job}")
-            with suppress(OSError, PeerLostError), closing(MemoryClient(job)) as client:
-                os.kill(client.ask("status")["pid"], signal.SIGTERM)
+            try:
+                with closing(MemoryClient(job)) as client:
+                    os.kill(client.ask("status")["pid"], signal.SIGTERM)
+            except OSError:  # it was killed
+                remove(folder_of(job))
             eventually(partial(_is_gone, folder_of(job)))
     os.environ.pop("TORCHRELAY_HOST_ID")
     return found

@@ -9,7 +9,6 @@ import logging
 import os
 import threading
 import time
-import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -163,11 +162,8 @@ class Staging:
 
     def __init__(self) -> None:
         self._segment: Segment | None = None
+        self.is_new = False  # until the writer process has the segment
         self._locked: torch.Tensor | None = None  # over all of the segment, if it is page-locked
-
-    @property
-    def segment(self) -> Segment | None:
-        return self._segment
 
     @property
     def fd(self) -> int:
@@ -201,6 +197,7 @@ class Staging:
         if size_bytes > 0 and (self._segment is None or self._segment.size_bytes < size_bytes):
             self.close()  # before the new one is made, so that there are never two
             self._segment = Segment.create(size_bytes, "torchrelay-checkpoint")
+            self.is_new = True
         if locked and self._locked is None and self._segment is not None:
             memory = self._segment.tensor((self._segment.size_bytes,), torch.uint8)
             runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
@@ -237,11 +234,9 @@ class Saver:
         self.last: SaveHandle | None = None
         self.ended: Counter[bool] = Counter()  # how many saves have, by whether they failed
         self._sent: Plan | None = None  # what the process has
-        self._mapped: weakref.ref[Segment] | None = None  # what it has mapped
 
     def _reset(self) -> None:
-        self.helper, self.staging, self.last = None, Staging(), None
-        self._sent, self._mapped = None, None
+        self.helper, self.staging, self.last, self._sent = None, Staging(), None, None
 
     @contextmanager
     def turn(self, path: str, *, waits: bool) -> Iterator[None]:
@@ -301,25 +296,19 @@ class Saver:
             self.helper = HelperProcess(command, new_session=True)
         return self.helper
 
-    def submit(
-        self, save: Save, job: WriteJob, plan: Plan, fds: Sequence[int], staging: Staging
-    ) -> SaveHandle:
-        """Send a job for what is staged, duplicates of the descriptors ``fds``, and what the
-        process lacks.
-        """
+    def submit(self, save: Save, job: WriteJob, plan: Plan, fds: Sequence[int]) -> SaveHandle:
+        """Send a job, duplicates of the descriptors ``fds``, and what the process lacks."""
         assert self.helper is not None
         if plan is not self._sent:
             job = replace(job, plan=plan)
-        segment = staging.segment
-        if segment is not None and (self._mapped is None or self._mapped() is not segment):
-            job, fds = replace(job, new_staging=True), (segment.fd, *fds)
+        if self.staging.is_new:
+            job, fds = replace(job, new_staging=True), (self.staging.fd, *fds)
         handle = SaveHandle(save, job, self.helper, self.ended)
         try:
             self.helper.channel.send(job, fds)
         except PeerLostError:
             self.helper.kill()  # if it has not died: the handle finds its end closed
-        self.last, self._sent = handle, plan
-        self._mapped = None if segment is None else weakref.ref(segment)
+        self.last, self._sent, self.staging.is_new = handle, plan, False
         return handle
 
     def close(self) -> None:

@@ -12,8 +12,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from typing_extensions import Self
@@ -23,24 +22,24 @@ from torchrelay._addresses import address_for_peers
 from torchrelay._names import names_options
 from torchrelay._platform import need_core
 from torchrelay.checkpoint._background import SaveHandle, Staging, saver
-from torchrelay.checkpoint._catalog import Keep, latest
-from torchrelay.checkpoint._engine import Save, SaveOptions, described
+from torchrelay.checkpoint._catalog import Keep, check_keep, latest
+from torchrelay.checkpoint._engine import described
 from torchrelay.checkpoint._group import Group, group_of
-from torchrelay.checkpoint._inventory import Inventory
 from torchrelay.checkpoint._load import load
 from torchrelay.checkpoint._manifest import Head
-from torchrelay.checkpoint._memory import Memory, memory_url
+from torchrelay.checkpoint._memory import SCHEME, InMemory, MemoryFolder
 from torchrelay.checkpoint._memory_part import FileLayout, PartInfo
 from torchrelay.checkpoint._memory_socket import MemoryClient, job_of
 from torchrelay.checkpoint._plan import Plan
-from torchrelay.checkpoint._storage import Path, split, storage_errors, text_of
+from torchrelay.checkpoint._save import async_save
+from torchrelay.checkpoint._storage import Path, split, text_of
 from torchrelay.checkpoint._types import check_count
-from torchrelay.checkpoint._writer_process import WriteJob
 from torchrelay.checkpoint._written import assemble
 from torchrelay.errors import (
     ArgumentError,
     CorruptionError,
     MismatchError,
+    PeerLostError,
     StorageError,
     TorchRelayError,
     from_json,
@@ -60,19 +59,7 @@ class _Candidate(NamedTuple):
 
     step: int
     path: str
-    save_id: str
-
-
-class _Buffer:
-    """Memory that a checkpoint is staged in."""
-
-    def __init__(self) -> None:
-        self.staging = Staging()
-        self.save_id = ""  # of the checkpoint that is in it
-        self.writing: SaveHandle | None = None  # what writes it to the disk
-
-    def is_free(self, kept: str) -> bool:
-        return self.save_id != kept and (self.writing is None or self.writing.done())
+    save_id: str = ""
 
 
 class Checkpointer:
@@ -121,19 +108,18 @@ class Checkpointer:
         if memory:
             need_core("Checkpointer", "pass memory=False")
         self.path = text_of(path).rstrip("/")
-        split(f"{self.path}/step-0")
+        self._keep = check_keep(keep, f"{self.path}/step-0")
         self._memory, self._partner, self._disk_every = memory, partner, disk_every
-        self._options = SaveOptions(keep=keep)
         self._group, self._no_dist = group, no_dist
         self._client: MemoryClient | None = None
         self._staged: PartInfo | None = None  # what is not known to be whole yet
-        self._whole = ""  # the newest checkpoint that all ranks know to be whole
-        self._newest: int | None = None  # the last step that was saved or loaded
-        self._is_new = True  # nothing was saved or loaded yet
+        self._whole = ""  # the newest checkpoint in memory that all ranks know to be whole
+        self._newest: int | None = None  # the highest step, once that is known
+        self._is_known = False
         self._layout: FileLayout | None = None
         self._plan: Plan | None = None  # of the layout
         self._sent: FileLayout | None = None  # what the memory server has
-        self._buffers: list[_Buffer] = []
+        self._buffers: dict[str, Staging] = {}  # by the checkpoint that is in each
         self._writing: SaveHandle | None = None
 
     @names_options()
@@ -145,11 +131,11 @@ class Checkpointer:
 
         Args:
             state: as for :func:`torchrelay.checkpoint.save`.
-            step: more than that of the last checkpoint.
+            step: more than that of the newest checkpoint at the path.
 
         Raises:
             ArgumentError: a value that a checkpoint cannot hold, or a ``step`` that is not more
-                than the last one's.
+                than that of the newest checkpoint at the path.
             CapacityError: the memory for checkpoints of a host is used up.
             TorchRelayError: the last save has failed, and nobody has raised that yet; nothing is
                 saved. The next save tries anew.
@@ -157,139 +143,77 @@ class Checkpointer:
                 :func:`torchrelay.checkpoint.async_save`.
         """
         place = f"{self.path}/step-{step}"
-        with _telemetry.event("checkpoint", "tiered_save", place) as running, ExitStack() as held:
-            ranks = self._ranks(for_save=True)
+        with _telemetry.event("checkpoint", "tiered_save", place) as running:
+            ranks = group_of(self._group, self._no_dist, for_save=True)
             self._settle(ranks)
-            if self._is_new:
-                self._begin_after(ranks, step)
+            if not self._is_known:
+                self._find(ranks)
             if self._newest is not None and step <= self._newest:
                 raise ArgumentError(
-                    f"step={step}: the last checkpoint that was saved or loaded is of step "
-                    f"{self._newest}; steps ascend, because load() takes the highest"
+                    f"step={step}: {self.path} has step {self._newest}, and steps ascend, because "
+                    "load() takes the highest: load() it first, or save to another path"
                 )
-            to_disk = self._disk_every is not None and step % self._disk_every == 0
-            one = Save(place, self._options) if to_disk else None
+            if self._memory:
+                self._staged = self._stage(ranks, state, step)
+                running.size_bytes = self._staged.size_bytes
+            self._newest = step
+            if self._disk_every is not None and step % self._disk_every == 0:
+                options: Any = {"group": self._group, "no_dist": self._no_dist}
+                self._writing = async_save(state, place, keep=self._keep, **options)
 
-            def before() -> None:
-                if one is None:
-                    saver.raise_failure()
-                else:
-                    held.enter_context(saver.turn(one.path, waits=ranks.size == 1))
-
-            def begin() -> tuple[str, int, str]:
-                disk_id = "" if one is None else one.transaction.begin()
-                return secrets.token_hex(8), time.time_ns(), disk_id
-
-            with one.discarding(ranks) if one is not None else ExitStack():
-                ids, mine, everyone = saver.planner.begin(state, begin, ranks, before)
-                plan = saver.planner.plan(mine, everyone, ranks)
-                objects = [each.objects for each in everyone] if ranks.is_coordinator else []
-                running.size_bytes = int(plan.sizes.sum())
-                buffer, info = self._stage(ranks, mine, plan, objects, (step, *ids), one)
-                fds = () if one is None or not ranks.is_coordinator else one.transaction.hand_over()
-            if one is not None:
-                self._write(ranks, one, objects, ids[2], fds, buffer)
-            self._staged, self._newest = info, step
-
-    def _stage(
-        self,
-        ranks: Group,
-        mine: Inventory,
-        plan: Plan,
-        objects: Sequence[Mapping[str, Any]],
-        ids: tuple[int, str, int, str],
-        one: Save | None,
-    ) -> tuple[_Buffer, PartInfo]:
+    def _stage(self, ranks: Group, state: Any, step: int) -> PartInfo:
         """Copy this rank's part, and pass it to the memory server."""
-        step, save_id, saved_at_ns, disk_id = ids
-        staged: list[tuple[_Buffer, PartInfo]] = []
+
+        def begin() -> tuple[str, int]:
+            return secrets.token_hex(8), time.time_ns()
+
+        ids, mine, everyone = saver.planner.begin(state, begin, ranks, saver.raise_failure)
+        plan = saver.planner.plan(mine, everyone, ranks)
+        objects = [each.objects for each in everyone] if ranks.is_coordinator else []
+        places = ranks.size, ranks.rank, ranks.global_rank
+        staged: list[PartInfo] = []
 
         def stage() -> tuple[int, bool]:
-            is_new = self._lay_out(plan)
-            assert self._layout is not None
-            layout, buffer = self._layout, self._free_buffer()
-            place = ranks.size, ranks.rank, ranks.global_rank
-            info = PartInfo(save_id, step, saved_at_ns, *place, layout.size_bytes)
-            if self._client is not None:
-                self._client.ask("begin", info, self._whole)
-            if one is not None:
-                one.check_shared(disk_id)
-                saver.start()
-            staging, buffer.save_id = buffer.staging, save_id
-            if staging.segment is None:
+            assert self._client is not None
+            is_new, layout = self._lay_out(plan)
+            staged[:] = [PartInfo(ids[0], step, ids[1], *places, layout.size_bytes)]
+            self._client.ask("begin", *staged, self._whole)
+            used = next((save_id for save_id in self._buffers if save_id != self._whole), None)
+            staging = Staging() if used is None else self._buffers.pop(used)
+            self._buffers[ids[0]] = staging
+            if used is None:
                 staging.reserve(layout.size_bytes, locked=False)
                 os.pwrite(staging.fd, layout.header, 0)
             blocks = [mine.blocks[chunk.block] for chunk in layout.plan.chunks]
             staging.copy(blocks, layout.plan.starts, layout.plan.sizes)
-            if self._client is not None:
-                new = None if layout is self._sent else layout
-                self._client.ask("stage", info, self._whole, new, objects, fds=[staging.fd])
-                self._sent = layout
-            staged.append((buffer, info))
+            new = None if layout is self._sent else layout
+            self._client.ask("stage", *staged, self._whole, new, objects, fds=[staging.fd])
+            self._sent = layout
             return step, is_new
 
         found = ranks.together(stage)
-        steps = {each for each, _ in found}
+        steps = sorted({each for each, _ in found})
         if len(steps) > 1:
-            raise MismatchError(f"the ranks save different steps: {sorted(steps)}")
+            raise MismatchError(f"the ranks save different steps: {steps}")
         if any(is_new for _, is_new in found):
-            self._check_whole(ranks, objects)
+            layout = self._layout
+            assert layout is not None
+            ranks.conclude(  # that the parts of all make a manifest
+                lambda: layout.written(ranks.global_rank),
+                lambda parts: assemble(everyone, parts, Head(0, "", ""))[1],
+            )
         return staged[0]
 
-    def _lay_out(self, plan: Plan) -> bool:
+    def _lay_out(self, plan: Plan) -> tuple[bool, FileLayout]:
         """Lay out this rank's file for a plan; return whether it differs from the last one."""
-        if plan is self._plan:
-            return False
-        layout, old = FileLayout.of(plan), self._layout
-        self._layout, self._plan = layout, plan
-        if old is not None and old.header == layout.header:
-            return False
-        self._buffers = []  # what they hold stays with the server
-        return True
-
-    def _free_buffer(self) -> _Buffer:
-        for buffer in self._buffers:
-            if buffer.is_free(self._whole):
-                return buffer
-        self._buffers.append(_Buffer())
-        return self._buffers[-1]
-
-    def _check_whole(self, ranks: Group, objects: Sequence[Mapping[str, Any]]) -> None:
-        """Check that the parts of all ranks make a manifest, so that they can be loaded.
-
-        Raises:
-            ArgumentError, MismatchError: they do not.
-        """
-        layout = self._layout
-        assert layout is not None
-        everyone = layout.descriptions(objects)
-        ranks.conclude(
-            lambda: layout.written(ranks.global_rank),
-            lambda parts: assemble(everyone, parts, Head(0, "", ""))[1],
-        )
-
-    def _write(
-        self,
-        ranks: Group,
-        one: Save,
-        objects: Sequence[Mapping[str, Any]],
-        save_id: str,
-        fds: Sequence[int],
-        buffer: _Buffer,
-    ) -> None:
-        """Let the writer process write what is staged to the disk."""
-        assert self._layout is not None
-        timeout_s = config.load(config.Checkpoint).commit_timeout_s
-        places = (ranks.ranks, ranks.rank)
-        job = WriteJob(one.path, self._options, save_id, *places, objects, timeout_s)
-        try:
-            with storage_errors(f"starting to save {one.path}"):
-                plan = self._layout.plan
-                buffer.writing = saver.submit(one, job, plan, fds, buffer.staging)
-                self._writing = buffer.writing
-        finally:
-            for fd in fds:
-                os.close(fd)
+        old = self._layout
+        if plan is not self._plan or old is None:
+            self._layout, self._plan = FileLayout.of(plan), plan
+            if old is None or old.header != self._layout.header:
+                self._buffers.clear()  # what they hold stays with the server
+                return True, self._layout
+            return False, self._layout
+        return False, old
 
     def wait(self) -> None:
         """Wait until the last checkpoint is whole: in memory, at partners and, if it is written
@@ -298,7 +222,7 @@ class Checkpointer:
         Raises:
             TorchRelayError: why it never will be; on every rank.
         """
-        ranks = self._ranks()
+        ranks = group_of(self._group, self._no_dist)
         self._settle(ranks)
         writing, self._writing = self._writing, None
         ranks.together(lambda: writing and writing.result())
@@ -309,44 +233,38 @@ class Checkpointer:
         Raises:
             TorchRelayError: it is not, and never will be.
         """
-        if not self._memory:
-            return
         self._join(ranks)
         timeout_s = config.load(config.Checkpoint).commit_timeout_s
 
-        def settled() -> tuple[str, dict[str, Any] | None]:
-            if self._staged is None:
-                return "", None
+        def settled() -> dict[str, Any] | None:
             try:
-                assert self._client is not None
-                self._client.ask("wait", self._staged.key, timeout_s)
+                if self._staged is not None and self._client is not None:
+                    self._client.ask("wait", self._staged.key, timeout_s)
             except TorchRelayError as error:
-                return self._staged.save_id, described(error, ranks.global_rank)
-            return self._staged.save_id, None
+                return described(error, ranks.global_rank)
+            return None
 
-        found = ranks.together(settled)
-        self._staged = None
-        failure = next((each for _, each in found if each is not None), None)
+        failure = next((each for each in ranks.together(settled) if each is not None), None)
+        staged, self._staged = self._staged, None
         if failure is not None:
             self._leave()  # one may have to be started again
             saver.ended[True] += 1
             error = from_json(failure)
             _logger.error("a checkpoint in memory has failed: %s", error)
             raise error
-        if len({save_id for save_id, _ in found}) == 1 and found[0][0]:
-            self._whole = found[0][0]
+        if staged is not None:
+            self._whole = staged.save_id
 
     def _join(self, ranks: Group) -> None:
         """Connect all ranks to the memory servers of their hosts, and these to each other."""
-        if self._client is not None:
+        if self._client is not None or not self._memory:
             return
         job = job_of(self.path)
         clients: list[MemoryClient] = []
 
         def started() -> tuple[str, str, bytes]:
             clients.append(MemoryClient.started(job))
-            server = str(clients[0].ask("status")["id"])
-            return server, secrets.token_hex(8), secrets.token_bytes(16)
+            return clients[0].server, secrets.token_hex(8), secrets.token_bytes(16)
 
         try:
             everyone = ranks.together(started)
@@ -362,11 +280,8 @@ class Checkpointer:
             addresses = dict(zip((server for server, *_ in everyone), joined, strict=True))
             mine = servers.index(everyone[ranks.rank][0])
             others = [addresses[each] for each in servers[mine + 1 :] + servers[:mine]]
-            ranks.together(
-                lambda: clients[0].ask(
-                    "meet", others, (*others, None)[0] if self._partner else None
-                )
-            )
+            partner = others[0] if self._partner and others else None
+            ranks.together(lambda: clients[0].ask("meet", others, partner))
         except BaseException:
             for client in clients:
                 client.close()
@@ -384,64 +299,44 @@ class Checkpointer:
             self._client.close()
             self._client, self._sent = None, None
 
-    def _ranks(self, *, for_save: bool = False) -> Group:
-        return group_of(self._group, self._no_dist, for_save=for_save)
-
-    @contextmanager
-    def _seen(self) -> Iterator[Memory]:
-        assert self._client is not None
-        memory = Memory(self._client.job)
-        try:
-            yield memory
-        finally:
-            memory.close()
-
     def _candidates(self) -> list[_Candidate]:
         """Return what can be loaded, the newest first, memory before the disk; report what is
         lost. Coordinator only.
         """
         found: list[_Candidate] = []
-        lost: dict[int, list[int]] = {}
+        lost: list[InMemory] = []
         if self._memory:
-            with self._seen() as memory:
-                for one in memory.checkpoints():
+            url = SCHEME + job_of(self.path)
+            with closing(MemoryFolder(url)) as folder:
+                for one in folder.checkpoints:
+                    step, save_id = one.info.step, one.info.save_id
                     if one.missing:
-                        lost[one.info.step] = one.missing
-                        continue
-                    url = memory_url(memory.client.job, one.info.step)
-                    found.append(_Candidate(one.info.step, url, one.info.save_id))
+                        lost.append(one)
+                    else:
+                        found.append(_Candidate(step, f"{url}/step-{step}", save_id))
         on_disk = latest(self.path, None, pattern=_SERIES)
         if on_disk is not None:
             step = int(split(on_disk)[1].removeprefix(_SERIES[:-1]))
-            found.append(_Candidate(step, on_disk, ""))
+            found.append(_Candidate(step, on_disk))
         found.sort(key=lambda each: -each.step)
-        for step, missing in lost.items():
-            if not found or step > found[0].step:
+        for one in lost:
+            if not found or one.info.step > found[0].step:
                 _logger.warning(
-                    "%s: step %d is not whole in memory: the parts of %d ranks, such as %d, are "
-                    "lost, or were not saved in time; %s",
+                    "%s: step %d is not whole in memory: the parts of ranks %s are lost, or were "
+                    "not saved in time; the newest that is whole: %s",
                     self.path,
-                    step,
-                    len(missing),
-                    missing[0],
-                    f"step {found[0].step} is the newest" if found else "there is no other",
+                    one.info.step,
+                    one.missing,
+                    found[0].path if found else "none",
                 )
         return found
 
-    def _begin_after(self, ranks: Group, step: int) -> None:
-        """Find what an earlier job has left, which the first save must not lose.
-
-        Raises:
-            ArgumentError: ``load()`` would take that instead of ``step``.
-        """
+    def _find(self, ranks: Group) -> list[_Candidate]:
+        """Find what there is; remember what the next save must not lose."""
         found = ranks.coordinate(self._candidates)
-        if found and found[0].step >= step:
-            raise ArgumentError(
-                f"step={step}: {found[0].path} is there already, and load() would take it instead; "
-                "load() it first, or save to another path"
-            )
-        self._is_new = False
+        self._is_known, self._newest = True, found[0].step if found else None
         self._whole = next((each.save_id for each in found if each.save_id), "")
+        return found
 
     def load(self, state: Any, **options: Any) -> int | None:
         """Load the newest checkpoint that is whole and verified, wherever it lies, into any number
@@ -461,27 +356,20 @@ class Checkpointer:
             CorruptionError, StorageError: none of those that are there can be read.
             TorchRelayError: as for :func:`torchrelay.checkpoint.load`.
         """
-        ranks = self._ranks()
+        ranks = group_of(self._group, self._no_dist)
         with suppress(TorchRelayError):  # logged; older ones are there
             self._settle(ranks)
-        if self._memory:
-            self._join(ranks)
-        found = ranks.coordinate(self._candidates)
-        failure: Exception | None = None
+        self._join(ranks)
+        found, failure = self._find(ranks), None
+        common: Any = {"group": self._group, "no_dist": self._no_dist}
         for index, each in enumerate(found):
             try:
-                load(
-                    state,
-                    each.path,
-                    group=self._group,
-                    no_dist=self._no_dist,
-                    **{"overwrite": bool(each.save_id), **options},
-                )
-            except (CorruptionError, StorageError) as error:
+                load(state, each.path, **{"overwrite": bool(each.save_id), **common, **options})
+            except (CorruptionError, StorageError, PeerLostError) as error:
                 failure = failure or error
                 _logger.warning("step %d cannot be loaded: %s", each.step, error)
                 continue
-            self._newest, self._is_new = each.step, False
+            self._newest = each.step
             # What could not be loaded is not kept.
             self._whole = next((one.save_id for one in found[index:] if one.save_id), "")
             _logger.info("%s: loaded step %d from %s", self.path, each.step, each.path)
@@ -504,12 +392,11 @@ class Checkpointer:
         try:
             self.wait()
         finally:
-            if self._client is not None:
-                with suppress(TorchRelayError):
-                    if drop:
-                        self._client.ask("drop")
+            if self._client is not None and drop:
+                with suppress(PeerLostError):
+                    self._client.ask("drop")
             self._leave()
-            self._buffers = []
+            self._buffers.clear()
 
     def __enter__(self) -> Self:
         return self

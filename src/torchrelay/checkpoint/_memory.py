@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import errno
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -25,13 +24,9 @@ from torchrelay.checkpoint._types import MANIFEST, Sizes
 from torchrelay.errors import PeerLostError, StorageError
 from torchrelay.transport import network
 
-__all__ = ["SCHEME", "InMemory", "Memory", "MemoryFolder", "memory_url"]
+__all__ = ["SCHEME", "InMemory", "MemoryFolder"]
 
 SCHEME = "torchrelay://"
-
-
-def memory_url(job: str, step: int) -> str:
-    return f"{SCHEME}{job}/step-{step}"
 
 
 @dataclass
@@ -44,31 +39,43 @@ class InMemory:
     @property
     def missing(self) -> list[int]:
         """The parts that nobody has whom this process reaches."""
-        return [index for index in range(self.info.world_size) if index not in self.parts]
+        return [part for part in range(self.info.world_size) if part not in self.parts]
 
 
-class Memory:
-    """The memory of all hosts of a job, as this process reaches it."""
+class MemoryFolder(LocalFolder):
+    """A checkpoint in memory, or all of a job's.
 
-    def __init__(self, job: str) -> None:
-        """Connect.
+    What a server does not answer raises :class:`PeerLostError`.
+    """
+
+    request_bytes = 4 * PIECE_BYTES
+
+    def __init__(self, url: str) -> None:
+        """Connect to the memory servers of a job.
 
         Raises:
-            OSError: this host has no memory server of the job.
-            TorchRelayError: as for :class:`MemoryClient`.
+            StorageError: this host has none.
+            UnavailableError: as for :class:`MemoryClient`.
         """
-        self.client = MemoryClient(job)
-        self._peers: list[Peer] = []
+        super().__init__(url)
+        job, _, self._name = url.removeprefix(SCHEME).rstrip("/").partition("/")
+        try:
+            self.client = MemoryClient(job)
+        except OSError as error:
+            what = f"{url}: this host has no memory server of that job"
+            raise StorageError(errno.ENOENT, what) from error
         token, interface, addresses = self.client.ask("peers")
         settings = config.load(config.TransportSettings)
+        self._peers: list[Peer] = []
         if addresses:
             joined = network(settings, token=token, interface=interface)
             self._peers = [Peer(joined, one, settings.peer_timeout_s) for one in addresses]
+        self._reading = threading.Lock()  # servers are asked by one thread at a time
 
+    @cached_property
     def checkpoints(self) -> list[InMemory]:
-        """Return the checkpoints of which parts are in memory, the newest first.
-
-        A server that does not answer is left out, with what only it has.
+        """The checkpoints of which parts are in memory, the newest first. A server that does not
+        answer is left out, with what only it has.
         """
         found: dict[tuple[int, int, str], InMemory] = {}
 
@@ -76,68 +83,36 @@ class Memory:
             one = found.setdefault((info.step, info.saved_at_ns, info.save_id), InMemory(info))
             one.parts.setdefault(info.part, (info, peer))
 
-        for info, _ in self.client.ask("list"):
-            add(info, None)
-        for peer in self._peers:
-            try:
-                for values in peer.call("list")[0]["parts"]:
-                    add(PartInfo(*values), peer)
-            except PeerLostError:
-                continue
+        with self._reading:
+            for info in self.client.ask("list"):
+                add(info, None)
+            for peer in self._peers:
+                with suppress(PeerLostError):
+                    for values in peer.call("list")[0]["parts"]:
+                        add(PartInfo(*values), peer)
         return [found[key] for key in sorted(found, reverse=True)]
-
-    def close(self) -> None:
-        self.client.close()
-
-
-class MemoryFolder(LocalFolder):
-    """A checkpoint in memory, or all of a job's."""
-
-    request_bytes = 4 * PIECE_BYTES
-
-    def __init__(self, url: str) -> None:
-        super().__init__(url)
-        job, _, self._name = url.removeprefix(SCHEME).rstrip("/").partition("/")
-        with self._lost():
-            try:
-                self._memory = Memory(job)
-            except OSError as error:
-                raise StorageError(
-                    errno.ENOENT, f"{url}: this host has no memory server of that job"
-                ) from error
-        self._reading = threading.Lock()  # peers are used by one thread at a time
-
-    @contextmanager
-    def _lost(self) -> Iterator[None]:
-        """Convert the loss of a server to the error of a storage."""
-        try:
-            yield
-        except PeerLostError as error:
-            raise StorageError(errno.EIO, f"{self.location}: {error}") from error
 
     @cached_property
     def _whole(self) -> dict[str, InMemory]:
         """The checkpoints that are whole, by name; of one name the newest."""
-        with self._lost(), self._reading:
-            found = [one for one in self._memory.checkpoints() if not one.missing]
+        found = [one for one in self.checkpoints if not one.missing]
         return {f"step-{one.info.step}": one for one in reversed(found)}
 
     @cached_property
     def _parts(self) -> dict[str, tuple[PartInfo, Peer | None]]:
         """The parts of this checkpoint, by the names of their files."""
         if self._name not in self._whole:
-            raise StorageError(
-                errno.ENOENT, f"{self.location}: no such checkpoint is whole in memory"
-            )
-        parts = self._whole[self._name].parts.values()
-        return {file_name(info.rank): (info, peer) for info, peer in parts}
+            what = f"{self.location}: no such checkpoint is whole in memory"
+            raise StorageError(errno.ENOENT, what)
+        parts = sorted(self._whole[self._name].parts.items())
+        return {file_name(info.rank): (info, peer) for _, (info, peer) in parts}
 
     @cached_property
     def _manifest(self) -> bytes:
-        parts = sorted(self._parts.values(), key=lambda part: part[0].part)
-        with self._lost(), self._reading:
+        parts = [*self._parts.values()]
+        with self._reading:
             records = [
-                self._memory.client.ask("record", info.key)
+                self.client.ask("record", info.key)
                 if peer is None
                 else peer.call("record", key=info.key)[1]
                 for info, peer in parts
@@ -148,15 +123,13 @@ class MemoryFolder(LocalFolder):
     @property
     def identity(self) -> str:
         is_here = all(peer is None for _, peer in self._parts.values())
-        return f"{boot_id()}/{self._memory.client.folder}" if is_here else ""
+        return f"{boot_id()}/{self.client.folder}" if is_here else ""
 
     @property
     def replaced(self) -> bool:
         return False
 
-    @property
-    def removed(self) -> bool:
-        return False
+    removed = replaced
 
     def names(self) -> list[str]:
         if not self._name:
@@ -176,19 +149,16 @@ class MemoryFolder(LocalFolder):
         return len(self._manifest) if name == MANIFEST else self._parts[name][0].size_bytes
 
     def _open(self, name: str) -> int:
-        with self._lost(), self._reading:
-            fd: int = self._memory.client.ask("open", self._parts[name][0].key)
+        with self._reading:
+            fd: int = self.client.ask("open", self._parts[name][0].key)
         return fd
-
-    def _is_here(self, name: str) -> bool:
-        return self._parts[name][1] is None
 
     def read(self, name: str, offset: int, into: memoryview) -> None:
         info, peer = self._parts[name]
         if peer is None:
             super().read(name, offset, into)
             return
-        with self._lost(), self._reading:
+        with self._reading:
             for start in range(0, len(into), PIECE_BYTES):
                 piece = into[start : start + PIECE_BYTES]
 
@@ -200,15 +170,16 @@ class MemoryFolder(LocalFolder):
             peer.finish()
 
     def checksums(self, name: str, starts: Sizes, sizes: Sizes) -> bytes:
-        if self._is_here(name):
+        if self._parts[name][1] is None:
             return super().checksums(name, starts, sizes)
         data = np.empty(int(starts[-1] + sizes[-1] - starts[0]), np.uint8)
         self.read(name, int(starts[0]), memoryview(data.data))
         return _native.crc32c_of_memory(starts - starts[0] + np.uint64(data.ctypes.data), sizes)
 
     def map(self, name: str, offset: int, size_bytes: int) -> memoryview | None:
-        return super().map(name, offset, size_bytes) if self._is_here(name) else None
+        is_here = self._parts[name][1] is None
+        return super().map(name, offset, size_bytes) if is_here else None
 
     def close(self) -> None:
         super().close()
-        self._memory.close()
+        self.client.close()

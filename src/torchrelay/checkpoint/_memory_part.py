@@ -18,7 +18,7 @@ from torchrelay.checkpoint._output import ChunkRecord
 from torchrelay.checkpoint._plan import Description, Plan, StateLayout
 from torchrelay.checkpoint._safetensors import ALIGNMENT, lay_out, unique
 from torchrelay.checkpoint._tasks import divided, no_collection
-from torchrelay.checkpoint._types import BLOCK_BYTES, DataFile, Sizes, TensorDescription
+from torchrelay.checkpoint._types import BLOCK_BYTES, DataFile, Sizes
 from torchrelay.checkpoint._written import Written, assemble
 from torchrelay.errors import CorruptionError
 
@@ -92,19 +92,12 @@ class FileLayout(NamedTuple):
         file = DataFile(self.size_bytes, len(header), _native.crc32c(header))
         return Written({name: file}, records)
 
-    def descriptions(self, objects: Sequence[Mapping[str, Any]]) -> list[Description]:
-        """Return the descriptions of all ranks, or of one if they are equal; ``objects`` are their
-        values. On the coordinator; none on other ranks.
-        """
-        return [*map(Description, self.plan.layouts, objects)]
-
     def record(self, rank: int, fd: int, objects: Sequence[Mapping[str, Any]]) -> bytes:
-        """Return the record of the part whose bytes are at ``fd``; ``objects`` are as for
-        :meth:`descriptions`.
+        """Return the record of the part whose bytes are at ``fd``. On the coordinator it has also
+        what describes all ranks, or one if they are equal; ``objects`` are their values.
         """
-        everyone = [
-            (layout.tensors, layout.paths, values) for layout, values in self.descriptions(objects)
-        ]
+        layouts = zip(self.plan.layouts, objects, strict=False)
+        everyone = [(layout.tensors, layout.paths, values) for layout, values in layouts]
         return json.dumps({**vars(self.written(rank, fd)), "everyone": everyone}).encode()
 
 
@@ -145,16 +138,7 @@ def manifest_of(records: Sequence[bytes], head: Head) -> bytes:
     try:
         parts = [json.loads(record) for record in records]
         everyone = [
-            Description(
-                StateLayout(
-                    {
-                        key: TensorDescription(dtype, tuple(shape))
-                        for key, (dtype, shape, *_) in tensors.items()
-                    },
-                    {key: tuple(path) for key, path in paths.items()},
-                ),
-                objects,
-            )
+            Description(StateLayout(tensors, paths), objects)
             for tensors, paths, objects in parts[0]["everyone"]
         ]
         return assemble(everyone, [*map(Written.from_json, parts)], head)[0]

@@ -19,19 +19,19 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torchrelay import _native, config
 from torchrelay._helper import Channel
-from torchrelay._platform import anonymous_file, path_inside
+from torchrelay._platform import anonymous_file, path_inside, user_at_other_end
 from torchrelay.checkpoint._engine import described
 from torchrelay.checkpoint._memory_part import FileLayout, PartInfo, check_part
 from torchrelay.checkpoint._memory_peers import PIECE_BYTES, Peer, PeerServer
-from torchrelay.checkpoint._memory_socket import SOCKET, accepted, remove
+from torchrelay.checkpoint._memory_socket import SOCKET, remove
 from torchrelay.errors import (
     CapacityError,
     OperationTimeoutError,
@@ -50,19 +50,21 @@ _BACKLOG = 128
 
 @dataclass
 class _Part:
-    """A part that is here: of a rank of this host, or the copy of another host's."""
+    """A part that is here, or is expected: of a rank of this host, or a copy of another host's."""
 
     info: PartInfo
-    file: io.FileIO  # closed when nobody reads it any more
+    file: io.FileIO | None = None  # closed when nobody reads it any more
     record: bytes = b""  # once the part is whole and has checksums
-    is_copy: bool = False
     is_done: bool = False  # it is whole, and at the partner if there is one, or never will be
     error: dict[str, Any] | None = None
 
+    def fileno(self) -> int:
+        assert self.file is not None
+        return self.file.fileno()
 
-@dataclass
-class _Attempt:
-    """The job since its ranks last met: those of an earlier meeting are refused."""
+
+class _Attempt(NamedTuple):
+    """The job since its ranks last met: ranks of an earlier meeting are refused."""
 
     name: str = ""
     token: bytes = b""
@@ -82,51 +84,42 @@ class _Client:
     layout: FileLayout | None = None
 
 
-@dataclass
 class MemoryServer:
     """The state of the process. Each client has a thread; ``_changed`` protects what they share."""
 
-    folder: str
-    id: str = field(default_factory=lambda: secrets.token_hex(8))
-    settings: config.Checkpoint = field(default_factory=lambda: config.load(config.Checkpoint))
-
-    def __post_init__(self) -> None:
+    def __init__(self) -> None:
+        self._id = secrets.token_hex(8)
+        self._settings = config.load(config.Checkpoint)
+        self._transport = config.load(config.TransportSettings)
         self._changed = threading.Condition()
         self._parts: dict[tuple[str, int], _Part] = {}
-        self._expected: dict[tuple[str, int], int] = {}  # bytes of parts that are being staged
         self._attempt = _Attempt()
-        self._trainers, self._is_dropped = 0, False
-        self._left_at_s = time.monotonic()
-        self._transport = config.load(config.TransportSettings)
+        self._trainers, self._left_at_s = 0, time.monotonic()
+        self._ttl_s = self._settings.memory_ttl_s
 
     def run(self, listener: socket.socket) -> None:
         """Serve until no trainer has been there for ``memory_ttl_s``, or all is dropped."""
         listener.settimeout(_POLL_S)
-        while self._seconds_left() > 0:
+        while self._trainers or time.monotonic() < self._left_at_s + self._ttl_s:
             with suppress(TimeoutError):
                 connection, _ = listener.accept()
                 threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
 
-    def _seconds_left(self) -> float:
-        with self._changed:
-            if self._trainers:
-                return self.settings.memory_ttl_s
-            if self._is_dropped:
-                return 0.0
-            return self._left_at_s + self.settings.memory_ttl_s - time.monotonic()
-
     def _serve(self, connection: socket.socket) -> None:
-        if not accepted(connection):
+        if user_at_other_end(connection) != os.geteuid():
+            connection.close()
             return
         client = _Client(Channel(connection))
-        with suppress(PeerLostError):
+        try:
             while received := client.channel.receive():
                 self._reply(client, *received)
-        client.channel.close()
-        if client.attempt:
-            with self._changed:
-                self._trainers -= 1
-                self._left_at_s = time.monotonic()
+        except PeerLostError:
+            return
+        finally:
+            client.channel.close()
+            if client.attempt:
+                with self._changed:
+                    self._trainers, self._left_at_s = self._trainers - 1, time.monotonic()
 
     def _reply(self, client: _Client, request: tuple[str, Sequence[Any]], fds: list[int]) -> None:
         name, arguments = request
@@ -136,10 +129,8 @@ class MemoryServer:
         except Exception as error:
             client.channel.send((None, to_json(error)))
             return
-        if isinstance(value, io.FileIO):
-            client.channel.send((None, None), [value.fileno()])
-        else:
-            client.channel.send((value, None))
+        is_file = isinstance(value, _Part)
+        client.channel.send((None if is_file else value, None), [value.fileno()] if is_file else [])
 
     # What trainers ask
 
@@ -153,14 +144,13 @@ class MemoryServer:
                 server = PeerServer(joined, self._answer)
                 self._attempt = _Attempt(attempt, token, interface, network=joined, server=server)
             self._trainers += not client.attempt
-            client.attempt, self._is_dropped = attempt, False
+            client.attempt, self._ttl_s = attempt, self._settings.memory_ttl_s
             assert self._attempt.server is not None
             return self._attempt.server.address
 
     def do_meet(self, client: _Client, peers: Sequence[str], partner: str | None) -> None:
-        with self._changed:
-            self._check(client)
-            self._attempt.peers, self._attempt.partner = peers, partner
+        with self._of(client):
+            self._attempt = self._attempt._replace(peers=peers, partner=partner)
 
     def do_begin(self, client: _Client, info: PartInfo, whole: str) -> None:
         """Make place for a part: forget all checkpoints but this one and that which is ``whole``.
@@ -168,8 +158,7 @@ class MemoryServer:
         Raises:
             CapacityError: there is not enough left.
         """
-        with self._changed:
-            self._check(client)
+        with self._of(client):
             self._expect(info, whole)
 
     def do_stage(
@@ -183,13 +172,11 @@ class MemoryServer:
     ) -> None:
         """Take a part that is staged. Its checksums are computed, and it is copied, meanwhile."""
         client.layout = layout or client.layout
-        with self._changed:
-            self._check(client)
-            part = self._add(info, file)
-            peer = None
-            if self._attempt.partner is not None and self._attempt.network is not None:
-                timeout_s = self._transport.peer_timeout_s
-                peer = Peer(self._attempt.network, self._attempt.partner, timeout_s)
+        with self._of(client):
+            part, (*_, partner, joined, _) = self._part(info.key), self._attempt
+            part.file = file
+        assert joined is not None
+        peer = partner and Peer(joined, partner, self._transport.peer_timeout_s)
         arguments = (part, client.layout, objects, whole, peer)
         threading.Thread(target=self._complete, args=arguments, daemon=True).start()
 
@@ -199,11 +186,8 @@ class MemoryServer:
         Raises:
             TorchRelayError: why it never will be.
         """
-        with self._changed:
-            self._check(client)
-            part = self._parts.get(key)
-            if part is None:
-                raise StorageError("the part of the checkpoint is not in memory any more")
+        with self._of(client):
+            part = self._part(key)
             if not self._changed.wait_for(lambda: part.is_done, timeout_s):
                 raise OperationTimeoutError(
                     f"the checkpoint of step {part.info.step} in memory is not whole, or not "
@@ -212,88 +196,84 @@ class MemoryServer:
             if part.error is not None:
                 raise from_json(part.error)
 
+    # What any client asks
+
     def do_drop(self, client: _Client) -> None:
         """Forget everything, and end when the last trainer leaves."""
         with self._changed:
-            self._parts.clear()
-            self._expected.clear()
-            self._is_dropped = True
+            self._parts, self._ttl_s = {}, 0.0
 
-    # What any client asks
-
-    def do_list(self, client: _Client) -> list[tuple[PartInfo, bool]]:
-        """Return the whole parts that are here, and whether each is a copy."""
+    def do_list(self, client: _Client | None = None) -> list[PartInfo]:
+        """Return the whole parts that are here."""
         with self._changed:
-            return [(part.info, part.is_copy) for part in self._parts.values() if part.record]
+            return [part.info for part in self._parts.values() if part.record]
 
     def do_peers(self, client: _Client) -> tuple[bytes, str, Sequence[str]]:
         """Return the token of the job's network, its interface, and the other servers."""
-        with self._changed:
-            return self._attempt.token, self._attempt.interface, self._attempt.peers
+        return self._attempt[1:4]
 
-    def do_open(self, client: _Client, key: tuple[str, int]) -> io.FileIO:
-        return self._whole(key).file
+    def do_open(self, client: _Client, key: tuple[str, int]) -> _Part:
+        return self._whole(key)
 
     def do_record(self, client: _Client, key: tuple[str, int]) -> bytes:
         return self._whole(key).record
 
     def do_status(self, client: _Client) -> dict[str, Any]:
         with self._changed:
+            passed_s = 0.0 if self._trainers else time.monotonic() - self._left_at_s
             return {
-                "id": self.id,
+                "id": self._id,
                 "pid": os.getpid(),
                 "trainers": self._trainers,
-                "bytes": self._used_bytes(),
-                "limit_bytes": _limit_bytes(self.settings),
-                "ends_in_s": None if self._trainers else self._seconds_left(),
+                "used_bytes": self._used_bytes(),
+                "seconds_left": self._ttl_s - passed_s,
             }
 
     # Parts
 
-    def _check(self, client: _Client) -> None:
-        if client.attempt != self._attempt.name:
-            raise PeerLostError(
-                "the job has been started again, or another job saves to the same path: its ranks "
-                "have taken over the checkpoints in memory"
-            )
+    @contextmanager
+    def _of(self, client: _Client) -> Iterator[None]:
+        with self._changed:
+            if client.attempt != self._attempt.name:
+                raise PeerLostError(
+                    "the job has been started again, or another job saves to the same path: its "
+                    "ranks have taken over the checkpoints in memory"
+                )
+            yield
 
     def _used_bytes(self) -> int:
-        held = sum(part.info.size_bytes for part in self._parts.values())
-        return held + sum(self._expected.values())
+        return sum(part.info.size_bytes for part in self._parts.values())
 
-    def _expect(self, info: PartInfo, whole: str) -> None:
+    def _expect(self, info: PartInfo, whole: str) -> _Part:
         kept = {whole, info.save_id}
         self._parts = {key: part for key, part in self._parts.items() if key[0] in kept}
-        self._expected = {key: size for key, size in self._expected.items() if key[0] in kept}
-        used, limit = self._used_bytes(), _limit_bytes(self.settings)
+        used, limit = self._used_bytes(), _limit_bytes(self._settings)
         if used + info.size_bytes > limit:
             raise CapacityError(
                 f"the checkpoint of step {info.step} needs {info.size_bytes} bytes of this host's "
                 f"memory, of which {used} of {limit} are in use; raise "
                 "TORCHRELAY_CHECKPOINT_MEMORY_BYTES, or save to the disk only (memory=False)"
             )
-        self._expected[info.key] = info.size_bytes
+        return self._parts.setdefault(info.key, _Part(info))
 
-    def _add(self, info: PartInfo, file: io.FileIO) -> _Part:
-        if self._expected.pop(info.key, None) is None:
-            raise StorageError(f"the checkpoint of step {info.step} was given up meanwhile")
-        part = self._parts[info.key] = _Part(info, file)
+    def _part(self, key: tuple[str, int]) -> _Part:
+        part = self._parts.get(key)
+        if part is None:
+            raise StorageError("the part of the checkpoint is not in memory any more")
         return part
 
     def _whole(self, key: tuple[str, int]) -> _Part:
         with self._changed:
-            part = self._parts.get((key[0], key[1]))
-            if part is None or not part.record:
-                raise StorageError("the part of the checkpoint is not in memory any more")
+            part = self._part(key)
+            if not part.record:
+                raise StorageError(f"the checkpoint of step {part.info.step} is not whole")
             return part
 
     def _complete(
         self, part: _Part, layout: FileLayout, objects: Sequence[Any], whole: str, peer: Peer | None
     ) -> None:
         try:
-            record = layout.record(part.info.rank, part.file.fileno(), objects)
-            with self._changed:
-                part.record = record
+            part.record = layout.record(part.info.rank, part.fileno(), objects)
             if peer is not None:
                 _copy(part, whole, peer)
         except Exception as error:
@@ -313,34 +293,28 @@ class MemoryServer:
         self, name: str, values: dict[str, Any], contents: memoryview
     ) -> tuple[dict[str, Any], Any]:
         if name == "list":
-            with self._changed:
-                parts = [part.info for part in self._parts.values() if part.record]
-            return {"parts": parts}, b""
+            return {"parts": self.do_list()}, b""
         if name == "offer":
             info = PartInfo(*values["info"])
             with self._changed:
-                self._expect(info, values["whole"])
                 fd = anonymous_file("torchrelay-checkpoint", info.size_bytes)
-                self._add(info, io.FileIO(fd, "r+")).is_copy = True
+                self._expect(info, values["whole"]).file = io.FileIO(fd, "r+")
             return {}, b""
         key, start = tuple(values["key"]), values.get("start", 0)
-        if name == "read":
-            size_bytes = min(values["size_bytes"], PIECE_BYTES)
-            return {}, os.pread(self._whole(key).file.fileno(), size_bytes, start)
         if name == "record":
             return {}, self._whole(key).record
+        if name == "read":
+            size_bytes = min(values["size_bytes"], PIECE_BYTES)
+            return {}, os.pread(self._whole(key).fileno(), size_bytes, start)
         with self._changed:
-            part = self._parts.get(key)
-        if part is None or not part.is_copy or part.record:
-            raise StorageError("the copy of a checkpoint was given up meanwhile")
+            part = self._part(key)
+        if part.record or start + len(contents) > max(part.info.size_bytes, len(contents)):
+            raise StorageError("a copy of a checkpoint is not what was offered")
         if name == "write":
-            if start + len(contents) > part.info.size_bytes:
-                raise StorageError("a copy of a checkpoint is larger than was said")
-            os.pwrite(part.file.fileno(), contents, start)
+            os.pwrite(part.fileno(), contents, start)
         else:
-            record = bytes(contents)
-            check_part(record, part.file.fileno())
-            part.record, part.is_done = record, True
+            check_part(bytes(contents), part.fileno())
+            part.record = bytes(contents)
         return {}, b""
 
 
@@ -357,7 +331,7 @@ def _copy(part: _Part, whole: str, peer: Peer) -> None:
     peer.call("offer", info=part.info, whole=whole)
     key, size_bytes = part.info.key, part.info.size_bytes
     for start in range(0, size_bytes, PIECE_BYTES):
-        piece = os.pread(part.file.fileno(), min(PIECE_BYTES, size_bytes - start), start)
+        piece = os.pread(part.fileno(), min(PIECE_BYTES, size_bytes - start), start)
         peer.post("write", piece, key=key, start=start)
     peer.call("finish", part.record, key=key)
 
@@ -373,8 +347,10 @@ def main(folder: str, lock_fd: int) -> None:
     if os.fork():
         os._exit(0)  # whoever started it knows now that it listens
     os.setsid()
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, 2)  # the output of whoever started it ends with that
     signal.signal(signal.SIGTERM, lambda *_: _end(folder))
-    MemoryServer(folder).run(listener)
+    MemoryServer().run(listener)
     _end(folder)
 
 

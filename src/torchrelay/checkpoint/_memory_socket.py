@@ -1,15 +1,14 @@
 """How processes of a host find the memory server of their job, start it, and know it for theirs.
 
-Its socket is in a folder that only its user may enter, whose name tells user, job and host. Both
-ends ask the kernel for the user of the other; where the job has a key, both prove that they have
-it. Imports no torch.
+Its socket is in a folder that only its user may enter, whose name is made of user, host, path and,
+where there is one, the key of the job. Both ends ask the kernel for the user of the other. Imports
+no torch.
 """
 
 from __future__ import annotations
 
 import fcntl
 import hashlib
-import hmac
 import os
 import re
 import socket
@@ -29,21 +28,23 @@ from torchrelay.checkpoint._storage import Path, local_path, storage_errors, tex
 from torchrelay.errors import PeerLostError, UnavailableError, from_json
 from torchrelay.transport import read_key
 
-__all__ = ["SOCKET", "MemoryClient", "accepted", "folder_of", "job_of", "jobs", "remove"]
+__all__ = ["SOCKET", "MemoryClient", "folder_of", "job_of", "jobs", "remove"]
 
-SOCKET, _LOCK, _LOG = "socket", "lock", "log"
+SOCKET, _LOCK = "socket", "lock"
 _START_TIMEOUT_S = 60.0
 _POLL_S = 0.01
-_SHOWN = 1000  # characters of the log in an error
-_PROOF_BYTES = 32
+_SHOWN = 1000  # characters of its output in an error
 
 
 def job_of(path: Path) -> str:
-    """Return the name of the job that saves to ``path``: its last part, and a digest of it all."""
+    """Return the name of the job that saves to ``path``: its last part, and a digest of the path
+    and the key.
+    """
     local = local_path(path)
     text = text_of(path).rstrip("/") if local is None else os.path.realpath(local)
     name = re.sub(r"[^A-Za-z0-9._-]+", "_", text.rpartition("/")[2])[:40]
-    return f"{name}-{hashlib.blake2b(text.encode(), digest_size=6).hexdigest()}"
+    key = read_key(config.load(config.TransportSettings)) or b""
+    return f"{name}-{hashlib.blake2b(text.encode(), digest_size=6, key=key).hexdigest()}"
 
 
 def _prefix() -> str:
@@ -68,7 +69,7 @@ def jobs() -> list[str]:
 
 def remove(folder: str) -> None:
     """Remove the folder of a server that has ended."""
-    for name in (SOCKET, _LOG, _LOCK):
+    for name in (SOCKET, _LOCK):
         with suppress(OSError):
             os.unlink(os.path.join(folder, name))
     with suppress(OSError):
@@ -96,34 +97,6 @@ def _own_folder(folder: str, *, create: bool) -> int:
     return fd
 
 
-def _proof(end: str, nonce: bytes) -> bytes:
-    key = read_key(config.load(config.TransportSettings)) or b""
-    return hashlib.blake2b(nonce, digest_size=_PROOF_BYTES, key=key, person=end.encode()).digest()
-
-
-def _greeted(connection: socket.socket, me: str, other: str) -> bool:
-    """Exchange proofs that both ends have the key of the job; return whether the other has."""
-    connection.settimeout(_START_TIMEOUT_S)
-    if user_at_other_end(connection) != os.geteuid():
-        return False
-    mine = os.urandom(_PROOF_BYTES)
-    connection.send(mine)
-    connection.send(_proof(me, connection.recv(_PROOF_BYTES)))
-    theirs = connection.recv(_PROOF_BYTES)
-    if not theirs:
-        raise ConnectionResetError("the memory server is ending")
-    return hmac.compare_digest(theirs, _proof(other, mine))
-
-
-def accepted(connection: socket.socket) -> bool:
-    """Return whether a client is of this user and job; else close its connection."""
-    with suppress(OSError):
-        if _greeted(connection, "server", "client"):
-            return True
-    connection.close()
-    return False
-
-
 _open: weakref.WeakSet[MemoryClient] = weakref.WeakSet()
 
 
@@ -144,18 +117,15 @@ class MemoryClient:
 
         Raises:
             OSError: there is none.
-            UnavailableError: it is another user's, or has another key.
+            UnavailableError: it is another user's.
         """
         self.job, self.folder = job, folder_of(job)
         here = _own_folder(self.folder, create=False)
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             connection.connect(path_inside(here, SOCKET))
-            if not _greeted(connection, "client", "server"):
-                raise UnavailableError(
-                    f"{self.folder}: the memory server there has another user, or another key "
-                    "(TORCHRELAY_TRANSPORT_KEY_FILE), than this process"
-                )
+            if user_at_other_end(connection) != os.geteuid():
+                raise UnavailableError(f"{self.folder}: the memory server is another user's")
         except BaseException:
             connection.close()
             raise
@@ -163,6 +133,11 @@ class MemoryClient:
             os.close(here)
         self._channel = Channel(connection)
         _open.add(self)
+        try:
+            self.server = str(self.ask("status")["id"])
+        except OSError:  # one that is ending
+            self.close()
+            raise
 
     @classmethod
     def started(cls, job: str) -> MemoryClient:
@@ -229,25 +204,20 @@ def _locked(folder: str) -> int | None:
 
 
 def _start(folder: str, lock: int) -> None:
-    """Start a server, and return when it listens. Trainers do not wait for its end, and what they
-    print ends with them.
-    """
-    path = os.path.join(folder, _LOG)
-    with open(path, "w") as log:
-        command = [*module_command("torchrelay.checkpoint._memory_server"), folder, str(lock)]
-        done = subprocess.run(
-            command,
-            check=False,
-            pass_fds=[lock],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            env=environment(),
-            cwd="/",
-            start_new_session=True,
-        )
+    """Start a server, and return when it listens. Trainers do not wait for its end."""
+    command = [*module_command("torchrelay.checkpoint._memory_server"), folder, str(lock)]
+    done = subprocess.run(
+        command,
+        check=False,
+        pass_fds=[lock],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        env=environment(),
+        cwd="/",
+        start_new_session=True,
+    )
     if done.returncode:
-        with open(path) as log:
-            said = log.read()[-_SHOWN:].strip()
         remove(folder)
+        said = done.stderr.decode(errors="replace")[-_SHOWN:].strip()
         raise UnavailableError(f"the memory server of this job cannot be started: {said}")

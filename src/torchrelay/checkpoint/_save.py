@@ -183,7 +183,7 @@ def async_save(
         job = WriteJob(one.path, options, save_id, *place, objects, commit_timeout_s)
         try:
             with storage_errors(f"starting to save {one.path}"):
-                return saver.submit(one, job, plan, fds, saver.staging)
+                return saver.submit(one, job, plan, fds)
         finally:
             for fd in fds:
                 os.close(fd)

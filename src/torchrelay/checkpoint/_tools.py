@@ -17,18 +17,15 @@ import numpy as np
 import torch
 
 from torchrelay._boxes import Box
-from torchrelay.checkpoint._catalog import open_transaction
-from torchrelay.checkpoint._load import verify
-from torchrelay.checkpoint._manifest import MAX_MANIFEST_BYTES, PARSING_ERRORS, Parser, parse
-from torchrelay.checkpoint._memory import MemoryFolder
+from torchrelay.checkpoint._manifest import PARSING_ERRORS, Parser, parse
 from torchrelay.checkpoint._output import grouped
 from torchrelay.checkpoint._pickles import load_pickled
 from torchrelay.checkpoint._read import ChunkReader, ChunkSlice, ReadOptions, segments_of
 from torchrelay.checkpoint._save import save
 from torchrelay.checkpoint._state import Index, flatten, insert, key_of, leaf_path, put
-from torchrelay.checkpoint._storage import split, storage_errors
+from torchrelay.checkpoint._storage import storage_errors
 from torchrelay.checkpoint._tensors import dtype_of
-from torchrelay.checkpoint._types import INDEX, MANIFEST
+from torchrelay.checkpoint._types import INDEX
 from torchrelay.checkpoint._values import Encoded, decode, encode
 from torchrelay.errors import (
     ArgumentError,
@@ -38,9 +35,7 @@ from torchrelay.errors import (
     UnsupportedError,
 )
 
-__all__ = ["FORMATS", "convert", "copy_from_memory", "read_state"]
-
-_PIECE_BYTES = 16 << 20
+__all__ = ["FORMATS", "convert", "read_state"]
 
 _ORIGINALS = "torchrelay-values.json"  # in a file of torch.save: paths and encoded values
 FORMATS = ("torchrelay", "dcp", "safetensors", "torch")
@@ -113,33 +108,6 @@ def _without(prefix: str, path: tuple[Any, ...]) -> tuple[Any, ...]:
         if f"{key_of(path[:count])}." == prefix:
             return path[count:]
     return (key_of(path).removeprefix(prefix),)
-
-
-def copy_from_memory(url: str, folder: str) -> str:
-    """Write a checkpoint in memory to a folder of checkpoints, as it is; return its path.
-
-    Raises:
-        CorruptionError: it is damaged; nothing is written.
-        StorageError: it cannot be read or written.
-    """
-    verify(url)
-    path = f"{folder.rstrip('/')}/{split(url)[1]}"
-    transaction = open_transaction(path)
-    with closing(MemoryFolder(url)) as memory:
-        transaction.begin()
-        try:
-            sizes = {name: memory.size_bytes(name) for name in memory.names() if name != MANIFEST}
-            for name, size_bytes in sizes.items():
-                sink, piece = transaction.create(name), bytearray(_PIECE_BYTES)
-                for start in range(0, size_bytes, _PIECE_BYTES):
-                    view = memoryview(piece)[: size_bytes - start]
-                    memory.read(name, start, view)
-                    sink.write(start, view)
-                sink.close()
-            transaction.commit(memory.content(MANIFEST, MAX_MANIFEST_BYTES), sizes, {})
-        finally:
-            transaction.discard()
-    return path
 
 
 def _is_torch_file(path: str) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 from contextlib import closing
 from dataclasses import dataclass
@@ -156,88 +155,46 @@ def convert(
 
 memory = typer.Typer(
     no_args_is_help=True,
-    help="List, check, copy and drop checkpoints in this host's memory (see Checkpointer).",
+    help="List and drop checkpoints in this host's memory (see Checkpointer). Their URLs are paths "
+    "for the other commands.",
 )
 app.add_typer(memory, name="memory")
-_JOB = typer.Argument(help="The path that the job saves to, or the job's name in the list.")
 
 
 @memory.command("ls")
 def list_memory() -> None:
     """List the jobs of this user that keep checkpoints in this host's memory, and when it ends."""
-    from torchrelay.checkpoint._memory import Memory  # noqa: PLC0415 - see inspect
+    from torchrelay.checkpoint._memory import SCHEME, MemoryFolder  # noqa: PLC0415 - see inspect
     from torchrelay.checkpoint._memory_socket import folder_of, jobs, remove  # noqa: PLC0415
 
-    table = Table("job", "checkpoint", "parts here", "parts missing", "bytes here", "ends")
+    table = Table("checkpoint", "parts here", "parts missing", "bytes here", "ends")
     for job in jobs():
         try:
-            seen = Memory(job)
-        except OSError:
+            folder = MemoryFolder(SCHEME + job)
+        except StorageError:
             remove(folder_of(job))  # stays if a server is just starting
-            table.add_row(job, "-", "-", "-", "-", "its memory server was killed")
+            table.add_row(SCHEME + job, "-", "-", "-", "its memory server was killed")
             continue
-        with closing(seen):
-            status, found = seen.client.ask("status"), seen.checkpoints()
-        ends = f"with {status['trainers']} trainers"
-        if status["ends_in_s"] is not None:
-            ends = f"in {status['ends_in_s']:.0f} s"
-        if not found:
-            table.add_row(job, "-", "-", "-", "-", ends)
+        with closing(folder):
+            status, found = folder.client.ask("status"), folder.checkpoints
+        ends = f"{status['seconds_left']:.0f} s after the last of {status['trainers']} trainers"
+        table.add_row(SCHEME + job, "", "", f"{status['used_bytes']:,}", ends)
         for one in found:
-            here = [info for info, peer in one.parts.values() if peer is None]
-            numbers = len(here), len(one.missing), f"{sum(info.size_bytes for info in here):,}"
-            table.add_row(job, f"step-{one.info.step}", *map(str, numbers), ends)
+            here = [info.size_bytes for info, peer in one.parts.values() if peer is None]
+            numbers = len(here), len(one.missing), f"{sum(here):,}"
+            table.add_row(f"{SCHEME}{job}/step-{one.info.step}", *map(str, numbers), "")
     Console(markup=False, emoji=False).print(table)
 
 
-def _urls(path: str) -> list[str]:
-    """Return the checkpoints of a job that are whole in memory."""
+@memory.command()
+def drop(path: str = typer.Argument(help="The path that the job saves to, or its URL.")) -> None:
+    """Release what a job has in this host's memory, once no trainer runs."""
     from torchrelay.checkpoint._memory import SCHEME, MemoryFolder  # noqa: PLC0415 - see inspect
+    from torchrelay.checkpoint._memory_socket import job_of  # noqa: PLC0415
 
-    with closing(MemoryFolder(SCHEME + _job(path))) as folder:
-        found = folder.folders()
-    if not found:
-        raise StorageError(errno.ENOENT, f"{path}: no checkpoint of this job is whole in memory")
-    return found
-
-
-def _job(path: str) -> str:
-    from torchrelay.checkpoint._memory_socket import job_of, jobs  # noqa: PLC0415 - see inspect
-
-    return path if path in jobs() else job_of(path)
-
-
-@memory.command("verify")
-def verify_memory(path: str = _JOB) -> None:
-    """Compare every byte in memory, of all hosts, with what was saved."""
-    for url in _urls(path):
-        verify(url)
-
-
-@memory.command()
-def copy(
-    path: str = _JOB,
-    target: str = typer.Argument("", help="A folder; by default the one that the job saves to."),
-) -> None:
-    """Write the newest checkpoint that is whole in memory to the disk, under its name."""
-    from torchrelay.checkpoint._tools import copy_from_memory  # noqa: PLC0415 - see inspect
-
-    typer.echo(f"{copy_from_memory(_urls(path)[-1], target or path)}: written")
-
-
-@memory.command()
-def drop(path: str = _JOB) -> None:
-    """Release the memory that a job's checkpoints take on this host, once no trainer runs."""
-    from torchrelay.checkpoint._memory_socket import MemoryClient  # noqa: PLC0415 - see inspect
-
-    try:
-        client = MemoryClient(_job(path))
-    except OSError:
-        raise StorageError(
-            errno.ENOENT, f"{path}: nothing of this job is in this host's memory"
-        ) from None
-    with closing(client):
-        if client.ask("status")["trainers"]:
+    url = path if path.startswith(SCHEME) else SCHEME + job_of(path)
+    with closing(MemoryFolder(url)) as folder:
+        if folder.client.ask("status")["trainers"]:
             raise ArgumentError(f"{path}: its trainers run; drop it after they have ended")
-        client.ask("drop")
+        folder.client.ask("drop")
     typer.echo(f"{path}: dropped")

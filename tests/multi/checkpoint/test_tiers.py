@@ -153,7 +153,7 @@ def _interrupted_copy(world: World, path: str, kill: str) -> None:
         checkpointer.save(job_state(2), step=2)
     assert checkpointer._client is not None
     client = checkpointer._client
-    eventually(lambda: any(info.step == 2 and not copy for info, copy in client.ask("list")))
+    eventually(lambda: any(info[1:5:3] == (2, 0) for info in client.ask("list")))
     dead.write_text(str(os.getpid()))
     die(checkpointer, kill)
 

@@ -36,7 +36,7 @@ def test_memory_is_locked_once_and_unlocked_when_it_is_replaced(
     monkeypatch.setattr("torch.cuda.cudart", lambda: runtime)
     staging = Staging()
     staging.reserve(1 << 20, locked=False)
-    assert staging.segment is not None and not runtime.locked
+    assert staging.is_new and not runtime.locked
     fd = staging.fd
     staging.reserve(1000, locked=True)  # the same segment, now page-locked
     staging.reserve(1 << 20, locked=True)
@@ -63,5 +63,5 @@ def test_memory_that_cannot_be_locked_is_used_and_reported(
 def test_nothing_to_stage_takes_no_memory() -> None:
     staging = Staging()
     staging.reserve(0, locked=False)
-    assert staging.segment is None
+    assert not staging.is_new
     staging.close()
