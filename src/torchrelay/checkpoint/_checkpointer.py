@@ -154,7 +154,11 @@ class Checkpointer:
                     "load() takes the highest: load() it first, or save to another path"
                 )
             if self._memory:
-                self._staged = self._stage(ranks, state, step)
+                try:
+                    self._staged = self._stage(ranks, state, step)
+                except TorchRelayError:
+                    self._leave()  # which ends what servers still do for it
+                    raise
                 running.size_bytes = self._staged.size_bytes
             self._newest = step
             if self._disk_every is not None and step % self._disk_every == 0:
@@ -180,10 +184,10 @@ class Checkpointer:
             self._client.ask("begin", *staged, self._whole)
             used = next((save_id for save_id in self._buffers if save_id != self._whole), None)
             staging = Staging() if used is None else self._buffers.pop(used)
-            self._buffers[ids[0]] = staging
             if used is None:
                 staging.reserve(layout.size_bytes, locked=False)
                 os.pwrite(staging.fd, layout.header, 0)
+            self._buffers[ids[0]] = staging
             blocks = [mine.blocks[chunk.block] for chunk in layout.plan.chunks]
             staging.copy(blocks, layout.plan.starts, layout.plan.sizes)
             new = None if layout is self._sent else layout
@@ -210,7 +214,7 @@ class Checkpointer:
         if plan is not self._plan or old is None:
             self._layout, self._plan = FileLayout.of(plan), plan
             if old is None or old.header != self._layout.header:
-                self._buffers.clear()  # what they hold stays with the server
+                self._release()  # what they hold stays with the server
                 return True, self._layout
             return False, self._layout
         return False, old
@@ -239,7 +243,7 @@ class Checkpointer:
         def settled() -> dict[str, Any] | None:
             try:
                 if self._staged is not None and self._client is not None:
-                    self._client.ask("wait", self._staged.key, timeout_s)
+                    self._client.ask("wait", self._staged.key, timeout_s, waits_s=timeout_s)
             except TorchRelayError as error:
                 return described(error, ranks.global_rank)
             return None
@@ -298,6 +302,11 @@ class Checkpointer:
         if self._client is not None:
             self._client.close()
             self._client, self._sent = None, None
+
+    def _release(self) -> None:
+        for staging in self._buffers.values():
+            staging.close()
+        self._buffers.clear()
 
     def _candidates(self) -> list[_Candidate]:
         """Return what can be loaded, the newest first, memory before the disk; report what is
@@ -359,6 +368,7 @@ class Checkpointer:
         ranks = group_of(self._group, self._no_dist)
         with suppress(TorchRelayError):  # logged; older ones are there
             self._settle(ranks)
+        self._leave()  # the server may have ended since
         self._join(ranks)
         found, failure = self._find(ranks), None
         common: Any = {"group": self._group, "no_dist": self._no_dist}
@@ -383,7 +393,7 @@ class Checkpointer:
         """Wait for the last checkpoint, and leave the memory servers.
 
         Args:
-            drop: whether to release what is in memory. Otherwise it stays there until
+            drop: whether to release what is in memory, too. Otherwise it stays there until
                 ``memory_ttl_s`` ([settings](settings.md)) after the last trainer has left.
 
         Raises:
@@ -396,7 +406,7 @@ class Checkpointer:
                 with suppress(PeerLostError):
                     self._client.ask("drop")
             self._leave()
-            self._buffers.clear()
+            self._release()
 
     def __enter__(self) -> Self:
         return self

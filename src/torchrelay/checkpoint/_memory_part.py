@@ -20,7 +20,7 @@ from torchrelay.checkpoint._safetensors import ALIGNMENT, lay_out, unique
 from torchrelay.checkpoint._tasks import divided, no_collection
 from torchrelay.checkpoint._types import BLOCK_BYTES, DataFile, Sizes
 from torchrelay.checkpoint._written import Written, assemble
-from torchrelay.errors import CorruptionError
+from torchrelay.errors import CorruptionError, TorchRelayError
 
 __all__ = ["FileLayout", "PartInfo", "check_part", "file_name", "manifest_of"]
 
@@ -133,7 +133,7 @@ def manifest_of(records: Sequence[bytes], head: Head) -> bytes:
     """Return the manifest of a checkpoint, from the records of all its parts in their order.
 
     Raises:
-        CorruptionError: one is damaged.
+        CorruptionError: they do not make one, such as those of a save that has failed.
     """
     try:
         parts = [json.loads(record) for record in records]
@@ -142,5 +142,7 @@ def manifest_of(records: Sequence[bytes], head: Head) -> bytes:
             for tensors, paths, objects in parts[0]["everyone"]
         ]
         return assemble(everyone, [*map(Written.from_json, parts)], head)[0]
-    except (ValueError, LookupError, TypeError) as error:
-        raise CorruptionError(f"{head.name}: a record in memory is damaged ({error})") from error
+    except (ValueError, LookupError, TypeError, TorchRelayError) as error:
+        raise CorruptionError(
+            f"{head.name}: the records in memory do not make a checkpoint ({error})"
+        ) from error

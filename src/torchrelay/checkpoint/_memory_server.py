@@ -33,6 +33,7 @@ from torchrelay.checkpoint._memory_part import FileLayout, PartInfo, check_part
 from torchrelay.checkpoint._memory_peers import PIECE_BYTES, Peer, PeerServer
 from torchrelay.checkpoint._memory_socket import SOCKET, remove
 from torchrelay.errors import (
+    ArgumentError,
     CapacityError,
     OperationTimeoutError,
     PeerLostError,
@@ -199,8 +200,16 @@ class MemoryServer:
     # What any client asks
 
     def do_drop(self, client: _Client) -> None:
-        """Forget everything, and end when the last trainer leaves."""
+        """Forget everything, and end when the last trainer leaves.
+
+        Raises:
+            ArgumentError: its trainers run, and this client is none of them.
+        """
         with self._changed:
+            if self._trainers and client.attempt != self._attempt.name:
+                raise ArgumentError(
+                    "trainers of this job run; drop what it has in memory after they have ended"
+                )
             self._parts, self._ttl_s = {}, 0.0
 
     def do_list(self, client: _Client | None = None) -> list[PartInfo]:

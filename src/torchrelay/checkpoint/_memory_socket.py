@@ -28,10 +28,10 @@ from torchrelay.checkpoint._storage import Path, local_path, storage_errors, tex
 from torchrelay.errors import PeerLostError, UnavailableError, from_json
 from torchrelay.transport import read_key
 
-__all__ = ["SOCKET", "MemoryClient", "folder_of", "job_of", "jobs", "remove"]
+__all__ = ["SOCKET", "MemoryClient", "folder_of", "job_of", "jobs", "remove", "remove_dead"]
 
 SOCKET, _LOCK = "socket", "lock"
-_START_TIMEOUT_S = 60.0
+_TIMEOUT_S = 60.0  # of a start, and of an answer
 _POLL_S = 0.01
 _SHOWN = 1000  # characters of its output in an error
 
@@ -74,6 +74,15 @@ def remove(folder: str) -> None:
             os.unlink(os.path.join(folder, name))
     with suppress(OSError):
         os.rmdir(folder)
+
+
+def remove_dead(folder: str) -> None:
+    """Remove the folder of a server that was killed; not of one that is just starting."""
+    with suppress(OSError):
+        lock = _locked(folder)
+        if lock is not None:
+            with os.fdopen(lock):
+                remove(folder)
 
 
 def _own_folder(folder: str, *, create: bool) -> int:
@@ -146,7 +155,7 @@ class MemoryClient:
         Raises:
             UnavailableError: it cannot be started.
         """
-        folder, deadline = folder_of(job), time.monotonic() + _START_TIMEOUT_S
+        folder, deadline = folder_of(job), time.monotonic() + _TIMEOUT_S
         while True:
             try:
                 return cls(job)
@@ -163,22 +172,34 @@ class MemoryClient:
                 else:
                     time.sleep(_POLL_S)
 
-    def ask(self, name: str, *arguments: Any, fds: Sequence[int] = ()) -> Any:
+    def ask(self, name: str, *arguments: Any, fds: Sequence[int] = (), waits_s: float = 0.0) -> Any:
         """Return the answer of the server: a value, or a descriptor that the caller closes.
+
+        Args:
+            waits_s: how long the server may wait before it answers.
 
         Raises:
             TorchRelayError: what it raised.
-            PeerLostError: it has ended.
+            PeerLostError: it has ended, or does not answer; this connection is closed.
         """
+        received = None
+        what = f"the process that keeps the checkpoints of {self.job} in this host's memory"
         try:
             self._channel.send((name, arguments), fds)
-            received = self._channel.receive()
+            received = self._channel.receive(_TIMEOUT_S + waits_s)
         except PeerLostError as error:
             raise PeerLostError(
-                f"the process that keeps the checkpoints of {self.job} in this host's memory has "
-                "ended, and what it had is lost; see 'what is lost when' in docs/checkpoint.md"
+                f"{what} cannot be reached; if it has ended, what it had is lost: see "
+                "'what is lost' in docs/checkpoint.md"
             ) from error
-        assert received is not None
+        finally:
+            if received is None:  # a late answer would be taken for that of the next question
+                self.close()
+        if received is None:
+            raise PeerLostError(
+                f"{what} has not answered for {_TIMEOUT_S + waits_s:g} s; it is stopped, or the "
+                "host is overloaded"
+            )
         (value, failure), files = received
         if failure is not None:
             raise from_json(failure)
@@ -206,18 +227,22 @@ def _locked(folder: str) -> int | None:
 def _start(folder: str, lock: int) -> None:
     """Start a server, and return when it listens. Trainers do not wait for its end."""
     command = [*module_command("torchrelay.checkpoint._memory_server"), folder, str(lock)]
-    done = subprocess.run(
-        command,
-        check=False,
-        pass_fds=[lock],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        env=environment(),
-        cwd="/",
-        start_new_session=True,
-    )
-    if done.returncode:
+    try:
+        subprocess.run(
+            command,
+            check=True,
+            pass_fds=[lock],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            env=environment(),
+            cwd="/",
+            start_new_session=True,
+            timeout=_TIMEOUT_S,
+        )
+    except subprocess.SubprocessError as error:
         remove(folder)
-        said = done.stderr.decode(errors="replace")[-_SHOWN:].strip()
-        raise UnavailableError(f"the memory server of this job cannot be started: {said}")
+        said = (getattr(error, "stderr", None) or b"").decode(errors="replace")[-_SHOWN:].strip()
+        raise UnavailableError(
+            f"the memory server of this job cannot be started: {said or error}"
+        ) from error

@@ -165,14 +165,14 @@ app.add_typer(memory, name="memory")
 def list_memory() -> None:
     """List the jobs of this user that keep checkpoints in this host's memory, and when it ends."""
     from torchrelay.checkpoint._memory import SCHEME, MemoryFolder  # noqa: PLC0415 - see inspect
-    from torchrelay.checkpoint._memory_socket import folder_of, jobs, remove  # noqa: PLC0415
+    from torchrelay.checkpoint._memory_socket import folder_of, jobs, remove_dead  # noqa: PLC0415
 
     table = Table("checkpoint", "parts here", "parts missing", "bytes here", "ends")
     for job in jobs():
         try:
             folder = MemoryFolder(SCHEME + job)
         except StorageError:
-            remove(folder_of(job))  # stays if a server is just starting
+            remove_dead(folder_of(job))
             table.add_row(SCHEME + job, "-", "-", "-", "its memory server was killed")
             continue
         with closing(folder):
@@ -194,7 +194,5 @@ def drop(path: str = typer.Argument(help="The path that the job saves to, or its
 
     url = path if path.startswith(SCHEME) else SCHEME + job_of(path)
     with closing(MemoryFolder(url)) as folder:
-        if folder.client.ask("status")["trainers"]:
-            raise ArgumentError(f"{path}: its trainers run; drop it after they have ended")
         folder.client.ask("drop")
     typer.echo(f"{path}: dropped")

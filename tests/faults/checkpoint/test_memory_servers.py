@@ -4,6 +4,7 @@ is reported, and what is left ends.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import signal
@@ -22,7 +23,9 @@ from memory_jobs import end_servers, server_pid
 from torchrelay import _telemetry
 from torchrelay.checkpoint import Checkpointer, load, save, verify
 from torchrelay.checkpoint._background import saver
+from torchrelay.checkpoint._manifest import Head
 from torchrelay.checkpoint._memory import SCHEME
+from torchrelay.checkpoint._memory_part import manifest_of
 from torchrelay.checkpoint._memory_socket import SOCKET, MemoryClient, folder_of, job_of
 from torchrelay.cli import app
 from torchrelay.errors import (
@@ -209,6 +212,97 @@ def test_a_job_that_is_started_again_takes_over(job: Checkpointer, opened: Opene
     assert _loaded(other) == 5
 
 
+def test_a_trainer_of_before_drops_nothing(job: Checkpointer, opened: Opened) -> None:
+    _saved(job, 1)
+    other = opened()
+    assert _loaded(other) == 1
+    with pytest.raises(ArgumentError, match="trainers of this job run"):
+        job.close(drop=True)
+    _saved(other, 2)
+    assert _loaded(opened()) == 2
+
+
+@pytest.mark.parametrize("call", [_saved, lambda job, step: _loaded(job)])
+def test_a_server_that_ends_between_calls_is_replaced(
+    job: Checkpointer, path: str, call: Callable[[Checkpointer, int], object]
+) -> None:
+    """Nothing was being saved."""
+    _saved(job, 1)
+    os.kill(server_pid(job), signal.SIGKILL)
+    eventually(lambda: not _answers(path))
+    if call is _saved:
+        with pytest.raises(PeerLostError, match="has ended"):
+            call(job, 2)
+    call(job, 2)
+    _saved(job, 3)
+    assert _loaded(job) == 3
+
+
+def test_a_server_that_is_stopped_is_given_up(
+    job: Checkpointer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its late answers are not taken for others."""
+    _saved(job, 1)
+    server = server_pid(job)
+    os.kill(server, signal.SIGSTOP)
+    with monkeypatch.context() as short:
+        short.setattr("torchrelay.checkpoint._memory_socket._TIMEOUT_S", 0.2)
+        with pytest.raises(PeerLostError, match=r"has not answered for 0\.2 s"):
+            _saved(job, 2)
+    os.kill(server, signal.SIGCONT)
+    _saved(job, 3)
+    assert _loaded(job) == 3
+
+
+def test_an_interrupted_question_has_no_answer(
+    job: Checkpointer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _saved(job, 1)
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as context:
+        context.setattr("torchrelay._helper.Channel.receive", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            _saved(job, 2)
+    with pytest.raises(PeerLostError):
+        _saved(job, 3)
+    _saved(job, 3)
+    assert _loaded(job) == 3
+
+
+def test_a_server_that_cannot_start_is_reported(
+    job: Checkpointer, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for code, said in (
+        ("import sys; sys.exit('no')", "no$"),
+        ("import time; time.sleep(60)", "0.2"),
+    ):
+        with monkeypatch.context() as context:
+            command = [sys.executable, "-c", code]
+            home = "torchrelay.checkpoint._memory_socket"
+            context.setattr(f"{home}.module_command", lambda _, command=command: command)
+            context.setattr(f"{home}._TIMEOUT_S", 0.2 if "sleep" in code else 60.0)
+            with pytest.raises(UnavailableError, match=f"cannot be started: .*{said}"):
+                _saved(job, 1)
+        assert not os.path.exists(folder_of(job_of(path)))
+    _saved(job, 1)
+
+
+def test_records_of_a_failed_save_are_no_checkpoint(job: Checkpointer, path: str) -> None:
+    """Ranks that do not hold whole tensors notice it only after they have staged."""
+    _saved(job, 1)
+    with closing(MemoryClient(job_of(path))) as client:
+        info, *_ = client.ask("list")
+        record = json.loads(client.ask("record", info.key))
+    head = Head(info.saved_at_ns, info.save_id, "step-1")
+    assert manifest_of([json.dumps(record).encode()], head)
+    record["chunks"].clear()
+    with pytest.raises(CorruptionError, match=r"do not make a checkpoint .*'w'"):
+        manifest_of([json.dumps(record).encode()], head)
+
+
 def test_steps_ascend(job: Checkpointer, opened: Opened, path: str) -> None:
     _saved(job, 3)
     for step in (3, 2):
@@ -271,7 +365,7 @@ def test_the_command(opened: Opened, path: str, monkeypatch: pytest.MonkeyPatch)
     state: dict[str, Any] = {"w": torch.zeros(5000), "step": None}
     load(state, path)
     assert state["step"] == 10 and torch.equal(state["w"], torch.full((5000,), 10.0))
-    assert "its trainers run" in run("memory", "drop", path)
+    assert "trainers of this job run" in run("memory", "drop", path)
     job.close()
     assert "0 trainers" in run("memory", "ls")
     assert run("memory", "drop", url) == f"{url}: dropped\n"
