@@ -116,9 +116,8 @@ class Checkpointer:
         self._whole = ""  # the newest checkpoint in memory that all ranks know to be whole
         self._newest: int | None = None  # the highest step, once that is known
         self._is_known = False
-        self._layout: FileLayout | None = None
+        self._layout: FileLayout | None = None  # what the memory server has
         self._plan: Plan | None = None  # of the layout
-        self._sent: FileLayout | None = None  # what the memory server has
         self._buffers: dict[str, Staging] = {}  # by the checkpoint that is in each
         self._writing: SaveHandle | None = None
 
@@ -179,7 +178,13 @@ class Checkpointer:
 
         def stage() -> tuple[int, bool]:
             assert self._client is not None
-            is_new, layout = self._lay_out(plan)
+            old, layout = self._layout, self._layout
+            if layout is None or plan is not self._plan:
+                layout = FileLayout.of(plan)
+                self._layout, self._plan = layout, plan
+            is_new = old is None or old.header != layout.header
+            if is_new:
+                self._release()  # what lies there stays with the server
             staged[:] = [PartInfo(ids[0], step, ids[1], *places, layout.size_bytes)]
             self._client.ask("begin", *staged, self._whole)
             used = next((save_id for save_id in self._buffers if save_id != self._whole), None)
@@ -190,9 +195,8 @@ class Checkpointer:
             self._buffers[ids[0]] = staging
             blocks = [mine.blocks[chunk.block] for chunk in layout.plan.chunks]
             staging.copy(blocks, layout.plan.starts, layout.plan.sizes)
-            new = None if layout is self._sent else layout
+            new = None if layout is old else layout
             self._client.ask("stage", *staged, self._whole, new, objects, fds=[staging.fd])
-            self._sent = layout
             return step, is_new
 
         found = ranks.together(stage)
@@ -207,17 +211,6 @@ class Checkpointer:
                 lambda parts: assemble(everyone, parts, Head(0, "", ""))[1],
             )
         return staged[0]
-
-    def _lay_out(self, plan: Plan) -> tuple[bool, FileLayout]:
-        """Lay out this rank's file for a plan; return whether it differs from the last one."""
-        old = self._layout
-        if plan is not self._plan or old is None:
-            self._layout, self._plan = FileLayout.of(plan), plan
-            if old is None or old.header != self._layout.header:
-                self._release()  # what they hold stays with the server
-                return True, self._layout
-            return False, self._layout
-        return False, old
 
     def wait(self) -> None:
         """Wait until the last checkpoint is whole: in memory, at partners and, if it is written
@@ -301,7 +294,7 @@ class Checkpointer:
     def _leave(self) -> None:
         if self._client is not None:
             self._client.close()
-            self._client, self._sent = None, None
+            self._client = self._layout = None  # it is sent, and checked, again
 
     def _release(self) -> None:
         for staging in self._buffers.values():

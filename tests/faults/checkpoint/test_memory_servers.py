@@ -27,6 +27,7 @@ from torchrelay.checkpoint._manifest import Head
 from torchrelay.checkpoint._memory import SCHEME
 from torchrelay.checkpoint._memory_part import manifest_of
 from torchrelay.checkpoint._memory_socket import SOCKET, MemoryClient, folder_of, job_of
+from torchrelay.checkpoint._written import assemble
 from torchrelay.cli import app
 from torchrelay.errors import (
     ArgumentError,
@@ -301,6 +302,33 @@ def test_records_of_a_failed_save_are_no_checkpoint(job: Checkpointer, path: str
     record["chunks"].clear()
     with pytest.raises(CorruptionError, match=r"do not make a checkpoint .*'w'"):
         manifest_of([json.dumps(record).encode()], head)
+
+
+def test_a_layout_is_checked_until_it_was_saved(
+    job: Checkpointer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether the parts of all ranks make a checkpoint."""
+    checked: list[object] = []
+
+    def counted(*arguments: Any) -> Any:
+        checked.append(None)
+        return assemble(*arguments)
+
+    monkeypatch.setattr("torchrelay.checkpoint._checkpointer.assemble", counted)
+    ask = MemoryClient.ask
+
+    def failed(self: MemoryClient, name: str, *arguments: Any, **options: Any) -> Any:
+        if name == "stage":
+            raise PeerLostError("stopped")
+        return ask(self, name, *arguments, **options)
+
+    with monkeypatch.context() as context:
+        context.setattr(MemoryClient, "ask", failed)
+        with pytest.raises(PeerLostError, match="stopped"):
+            _saved(job, 1)
+    assert not checked
+    _saved(job, 2, 3)
+    assert len(checked) == 1 and _loaded(job) == 3
 
 
 def test_steps_ascend(job: Checkpointer, opened: Opened, path: str) -> None:
