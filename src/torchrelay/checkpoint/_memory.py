@@ -149,8 +149,9 @@ class MemoryFolder(LocalFolder):
         return len(self._manifest) if name == MANIFEST else self._parts[name][0].size_bytes
 
     def _open(self, name: str) -> int:
+        key = self._parts[name][0].key  # which may have to be asked for
         with self._reading:
-            fd: int = self.client.ask("open", self._parts[name][0].key)
+            fd: int = self.client.ask("open", key)
         return fd
 
     def read(self, name: str, offset: int, into: memoryview) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import logging
 import os
 import re
 import socket
@@ -29,6 +30,8 @@ from torchrelay.errors import PeerLostError, UnavailableError, from_json
 from torchrelay.transport import read_key
 
 __all__ = ["SOCKET", "MemoryClient", "folder_of", "job_of", "jobs", "remove", "remove_dead"]
+
+_logger = logging.getLogger("torchrelay.checkpoint")
 
 SOCKET, _LOCK = "socket", "lock"
 _TIMEOUT_S = 60.0  # of a start, and of an answer
@@ -164,6 +167,10 @@ class MemoryClient:
                     lock = _locked(folder)
                 if lock is not None:
                     with os.fdopen(lock):
+                        if os.path.exists(os.path.join(folder, SOCKET)):
+                            _logger.warning(
+                                "the memory server of %s was killed; what only it had is lost", job
+                            )
                         _start(folder, lock)
                 elif time.monotonic() > deadline:
                     raise UnavailableError(

@@ -135,12 +135,15 @@ def test_damage_in_memory_is_noticed_and_the_step_before_is_loaded(
         _loaded(job)
 
 
-def test_the_disk_has_what_memory_has_lost(opened: Opened, path: str) -> None:
+def test_the_disk_has_what_memory_has_lost(
+    opened: Opened, path: str, caplog: pytest.LogCaptureFixture
+) -> None:
     job = opened(disk_every=2, keep=1)
     _saved(job, 1, 2, 3, 4, 5)
     os.kill(server_pid(job), signal.SIGKILL)
     eventually(lambda: not _answers(path))
     assert _loaded(opened(disk_every=2)) == 4
+    assert any("was killed; what only it had is lost" in each for each in caplog.messages)
     assert os.listdir(path) == ["step-4"]
 
 
