@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import secrets
 import time
 from contextlib import closing, suppress
@@ -22,7 +23,7 @@ from torchrelay._addresses import address_for_peers
 from torchrelay._names import names_options
 from torchrelay._platform import need_core
 from torchrelay.checkpoint._background import SaveHandle, Staging, saver
-from torchrelay.checkpoint._catalog import Keep, check_keep, latest
+from torchrelay.checkpoint._catalog import Keep, check_keep, heads_in
 from torchrelay.checkpoint._engine import described
 from torchrelay.checkpoint._group import Group, group_of
 from torchrelay.checkpoint._load import load
@@ -51,7 +52,7 @@ if TYPE_CHECKING:
 __all__ = ["Checkpointer"]
 
 _logger = logging.getLogger("torchrelay.checkpoint")
-_SERIES = "step-*"
+_NAME = re.compile(r"step-(0|[1-9]\d*)")
 
 
 class _Candidate(NamedTuple):
@@ -147,11 +148,9 @@ class Checkpointer:
             self._settle(ranks)
             if not self._is_known:
                 self._find(ranks)
-            if self._newest is not None and step <= self._newest:
-                raise ArgumentError(
-                    f"step={step}: {self.path} has step {self._newest}, and steps ascend, because "
-                    "load() takes the highest: load() it first, or save to another path"
-                )
+            steps = sorted({*ranks.together(lambda: self._checked(step))})
+            if len(steps) > 1:
+                raise MismatchError(f"the ranks save different steps: {steps}")
             if self._memory:
                 try:
                     self._staged = self._stage(ranks, state, step)
@@ -163,6 +162,16 @@ class Checkpointer:
             if self._disk_every is not None and step % self._disk_every == 0:
                 options: Any = {"group": self._group, "no_dist": self._no_dist}
                 self._writing = async_save(state, place, keep=self._keep, **options)
+
+    def _checked(self, step: int) -> int:
+        if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+            raise ArgumentError(f"step={step!r}: it must be an int of at least 0")
+        if self._newest is not None and step <= self._newest:
+            raise ArgumentError(
+                f"step={step}: {self.path} has step {self._newest}, and steps ascend, because "
+                "load() takes the highest: load() it first, or save to another path"
+            )
+        return step
 
     def _stage(self, ranks: Group, state: Any, step: int) -> PartInfo:
         """Copy this rank's part, and pass it to the memory server."""
@@ -176,7 +185,7 @@ class Checkpointer:
         places = ranks.size, ranks.rank, ranks.global_rank
         staged: list[PartInfo] = []
 
-        def stage() -> tuple[int, bool]:
+        def stage() -> bool:
             assert self._client is not None
             old, layout = self._layout, self._layout
             if layout is None or plan is not self._plan:
@@ -197,13 +206,9 @@ class Checkpointer:
             staging.copy(blocks, layout.plan.starts, layout.plan.sizes)
             new = None if layout is old else layout
             self._client.ask("stage", *staged, self._whole, new, objects, fds=[staging.fd])
-            return step, is_new
+            return is_new
 
-        found = ranks.together(stage)
-        steps = sorted({each for each, _ in found})
-        if len(steps) > 1:
-            raise MismatchError(f"the ranks save different steps: {steps}")
-        if any(is_new for _, is_new in found):
+        if any(ranks.together(stage)):
             layout = self._layout
             assert layout is not None
             ranks.conclude(  # that the parts of all make a manifest
@@ -316,10 +321,9 @@ class Checkpointer:
                         lost.append(one)
                     else:
                         found.append(_Candidate(step, f"{url}/step-{step}", save_id))
-        on_disk = latest(self.path, None, pattern=_SERIES)
-        if on_disk is not None:
-            step = int(split(on_disk)[1].removeprefix(_SERIES[:-1]))
-            found.append(_Candidate(step, on_disk))
+        for place in heads_in(self.path):
+            if name := _NAME.fullmatch(split(place)[1]):
+                found.append(_Candidate(int(name[1]), place))
         found.sort(key=lambda each: -each.step)
         for one in lost:
             if not found or one.info.step > found[0].step:

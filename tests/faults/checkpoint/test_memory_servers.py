@@ -135,6 +135,18 @@ def test_damage_in_memory_is_noticed_and_the_step_before_is_loaded(
         _loaded(job)
 
 
+def test_damage_on_the_disk_is_noticed_and_the_step_before_is_loaded(
+    opened: Opened, path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with opened(memory=False, disk_every=1) as job:
+        _saved(job, 1)
+        _saved(job, 2)
+    data = Path(f"{path}/step-2/data-00000-00000.safetensors")
+    data.write_bytes(data.read_bytes()[:-1] + b"x")
+    assert _loaded(opened()) == 1
+    assert any("step 2 cannot be loaded" in each for each in caplog.messages)
+
+
 def test_the_disk_has_what_memory_has_lost(
     opened: Opened, path: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -339,7 +351,11 @@ def test_steps_ascend(job: Checkpointer, opened: Opened, path: str) -> None:
     for step in (3, 2):
         with pytest.raises(ArgumentError, match=r"has step 3, and steps ascend"):
             job.save({}, step=step)
-    save({"w": torch.zeros(3)}, f"{path}/step-7")
+    for bad in (True, -1, 4.5, "4", None):
+        with pytest.raises(ArgumentError, match=r"must be an int of at least 0"):
+            job.save({}, step=bad)  # type: ignore[arg-type]
+    for name in ("7", "final", "8-ema", "09"):
+        save({"w": torch.zeros(3)}, f"{path}/step-{name}")
     with pytest.raises(ArgumentError, match=r"has step 7, and steps ascend, .*load\(\) it first"):
         opened().save({}, step=7)
 

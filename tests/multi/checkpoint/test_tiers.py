@@ -24,6 +24,7 @@ from memory_jobs import (
     open_job,
     server_pid,
 )
+from torchrelay.errors import ArgumentError, MismatchError
 from torchrelay.world import World
 from waiting import eventually
 
@@ -65,6 +66,11 @@ def _run(
     if loaded is not None:
         check(state, loaded)
     Path(f"{path}-loaded-{world.rank}").write_text(str(loaded))
+    if steps and not kill:
+        with pytest.raises(ArgumentError, match="rank 0: step=-1: it must be"):
+            checkpointer.save(job_state(0), step=(-1, 9)[world.rank > 0])
+        with pytest.raises(MismatchError, match=r"the ranks save different steps: .*90"):
+            checkpointer.save(job_state(0), step=90 + world.rank)
     for step in steps:
         is_last = step == steps[-1] and world.rank == victim and kill
         with dying(moment if is_last else -2, lambda: die(checkpointer, kill)):
