@@ -7,7 +7,7 @@ import json
 import signal
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from torchrelay.aggregation.switch import DataPlane, SwitchServer, SwitchStats
 
 __all__ = ["switch"]
+
+_Announce = Callable[[dict[str, str]], None]
+_Show = Callable[["SwitchStats"], None]
 
 _INTERVAL_S = 1.0  # between two looks at the statistics
 
@@ -107,8 +110,9 @@ def switch(
         if metrics_port >= 0:
             start["metrics"] = _serve_metrics(stack, server, metrics_port)
         signal.signal(signal.SIGTERM, signal.default_int_handler)
-        show = _json_printer(start) if json_lines else _live_table(stack, start)
+        announce, show = _json_printers() if json_lines else _live_table(stack)
         with contextlib.suppress(KeyboardInterrupt):
+            announce(start)  # whoever reads it may end the command at once
             while True:
                 server.check()
                 show(server.stats())
@@ -124,20 +128,27 @@ def _serve_metrics(stack: contextlib.ExitStack, server: SwitchServer, port: int)
     return f"http://127.0.0.1:{stack.enter_context(metrics.serve(port)).port}/metrics"
 
 
-def _json_printer(start: dict[str, str]) -> Callable[[SwitchStats], None]:
-    print(json.dumps(start), flush=True)
-    return lambda stats: print(json.dumps(stats.as_dict()), flush=True)
+def _json_printers() -> tuple[_Announce, _Show]:
+    """Return what prints a line of JSON: for the start, and for statistics."""
+
+    def write(values: dict[str, Any]) -> None:
+        print(json.dumps(values) + "\n", end="", flush=True)  # at once: it may be interrupted
+
+    return write, lambda stats: write(stats.as_dict())
 
 
-def _live_table(
-    stack: contextlib.ExitStack, start: dict[str, str]
-) -> Callable[[SwitchStats], None]:
-    """Return what updates a table in the terminal; elsewhere only the last one is printed."""
+def _live_table(stack: contextlib.ExitStack) -> tuple[_Announce, _Show]:
+    """Return what prints the start, and what updates a table in the terminal; elsewhere only the
+    last one is printed.
+    """
     console = Console()
-    console.print(", ".join(f"{name} {value}" for name, value in start.items()), soft_wrap=True)
-    console.file.flush()
     live = stack.enter_context(Live(console=console, auto_refresh=False))
-    return lambda stats: live.update(_view(stats), refresh=True)
+
+    def announce(start: dict[str, str]) -> None:
+        console.print(", ".join(f"{name} {value}" for name, value in start.items()), soft_wrap=True)
+        console.file.flush()
+
+    return announce, lambda stats: live.update(_view(stats), refresh=True)
 
 
 def _view(stats: SwitchStats) -> Table:

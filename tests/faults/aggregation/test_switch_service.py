@@ -282,6 +282,7 @@ def test_the_command_and_the_loss_of_its_process() -> None:
     finally:
         command.process.kill()
         command.process.wait()
+        command.output.close()
 
 
 def test_a_killed_worker_is_named(server: SwitchServer, tmp_path: Path) -> None:
