@@ -50,6 +50,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _SYNC_FILE_RANGE_WRITE = 2
 _MADV_POPULATE_READ = 22
 _ZEROS = bytes(1 << 20)
+_PEER_CREDENTIALS = int(getattr(socket, "SO_PEERCRED", 0))  # of Linux
 _UCRED = struct.Struct("3i")  # pid, user, group
 
 _writes_back = hasattr(_libc, "sync_file_range")
@@ -218,7 +219,7 @@ def path_inside(folder: int, name: str) -> str:
 
 def user_at_other_end(connection: socket.socket) -> int:
     """Return the user of the process that a Unix socket is connected to, as the kernel knows it."""
-    found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
+    found = connection.getsockopt(socket.SOL_SOCKET, _PEER_CREDENTIALS, _UCRED.size)
     _, user, _ = _UCRED.unpack(found)
     return int(user)
 
