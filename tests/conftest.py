@@ -30,7 +30,12 @@ from ranks import Job, RankResult, RunProcesses, run_job, run_together
 from torchrelay.world import World
 
 # Examples are the same in every run, and may take as long as a busy machine makes them.
-hypothesis.settings.register_profile("tests", deadline=None, derandomize=True)
+hypothesis.settings.register_profile(
+    "tests",
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],  # which depends on what else runs
+)
 hypothesis.settings.load_profile("tests")
 
 _OUTER_MOUNTS = pytest.StashKey[int]()
