@@ -23,14 +23,13 @@ import select
 import selectors
 import socket
 import time
-import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
 from torchrelay._addresses import is_loopback, listen_at, network_identity
-from torchrelay._processes import host_identity
+from torchrelay._processes import closed_in_children, host_identity
 from torchrelay.errors import (
     ArgumentError,
     MismatchError,
@@ -52,23 +51,6 @@ _REDIAL_S = 0.3
 _FAREWELL_S = 0.2  # how long one that gives up tries to reach the others
 _MAC_BYTES, _LENGTH_BYTES = 16, 4
 _HEAD_BYTES = _LENGTH_BYTES + _MAC_BYTES
-
-
-_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
-
-
-def _close_in_child() -> None:
-    """Close what the others watch, so that they see the end of the process that was forked."""
-    for sock in _sockets:
-        sock.close()
-
-
-os.register_at_fork(after_in_child=_close_in_child)
-
-
-def _own(sock: socket.socket) -> socket.socket:
-    _sockets.add(sock)
-    return sock
 
 
 @dataclass(frozen=True)
@@ -215,7 +197,7 @@ class Listener:
     """
 
     def __init__(self, address: str, key: bytes | None, key_name: str) -> None:
-        self.socket = _own(listen_at(address))
+        self.socket = closed_in_children(listen_at(address))
         self.socket.setblocking(False)
         self.key, self.key_name = key or b"", key_name
         self.waiting: list[_Incoming] = []
@@ -349,7 +331,8 @@ class Mesh:
             )
             return
         family = socket.AF_INET6 if ":" in there.address else socket.AF_INET
-        sock = _own(socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK))
+        kind = socket.SOCK_STREAM | socket.SOCK_NONBLOCK
+        sock = closed_in_children(socket.socket(family, kind))
         peer.sock, peer.is_connected = sock, False
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         error = sock.connect_ex((there.address, there.port))
@@ -437,7 +420,7 @@ class Mesh:
             if len(self._strangers) >= _MAX_WAITING:
                 self._turn_away(self._strangers[0], ValueError("too many others connect"))
             frames = _Frames(self._listener.handle.key)
-            self._watch(_Incoming(_own(sock), f"{origin[0]}:{origin[1]}", frames))
+            self._watch(_Incoming(closed_in_children(sock), f"{origin[0]}:{origin[1]}", frames))
 
     def _watch(self, incoming: _Incoming) -> None:
         self._strangers.append(incoming)

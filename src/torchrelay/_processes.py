@@ -7,15 +7,24 @@ import json
 import os
 import secrets
 import time
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 from torchrelay import config
 from torchrelay._platform import boot_id, has_core, need_core
 from torchrelay.errors import UnavailableError
 
-__all__ = ["Process", "host_identity", "remedy_of"]
+__all__ = ["Process", "closed_in_children", "host_identity", "remedy_of"]
+
+
+class _Closes(Protocol):
+    def close(self) -> object: ...
+
+
+C = TypeVar("C", bound=_Closes)
 
 # Equal for all ranks of one job. torchrun sets "none" without --rdzv-id.
 _JOB_VARIABLES = (
@@ -24,6 +33,25 @@ _JOB_VARIABLES = (
     "PMIX_NAMESPACE",
     "OMPI_MCA_ess_base_jobid",
 )
+
+
+_closed_in_children: weakref.WeakSet[_Closes] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    for one in [*_closed_in_children]:
+        one.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
+def closed_in_children(one: C) -> C:
+    """Close ``one``, such as a socket, in each process that is forked from now on, such as a worker
+    of a data loader: it must not hold a port, or what others watch to see the end of this process.
+    """
+    _closed_in_children.add(one)
+    return one
 
 
 def host_identity() -> str:

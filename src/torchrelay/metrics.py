@@ -18,6 +18,7 @@ from typing import Any
 import torch.distributed as dist
 
 from torchrelay import _telemetry
+from torchrelay._processes import closed_in_children
 from torchrelay._resource import Resource
 from torchrelay.errors import UnavailableError
 from torchrelay.world import World
@@ -84,8 +85,7 @@ class Endpoint(Resource):
                 f"metrics at {address}:{port}: {error.strerror}; give each rank of a host a port "
                 "of its own, such as 9400 plus its LOCAL_RANK"
             ) from error
-        # A forked process, such as a worker of a DataLoader, must not hold the port.
-        os.register_at_fork(after_in_child=self._server.server_close)
+        closed_in_children(self._server.socket)
         self.port: int = self._server.server_port
 
     def close(self) -> None:

@@ -16,7 +16,6 @@ import socket
 import stat
 import subprocess
 import time
-import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -24,7 +23,7 @@ from typing import Any
 from torchrelay import config
 from torchrelay._helper import Channel, environment, module_command
 from torchrelay._platform import path_inside, user_at_other_end
-from torchrelay._processes import host_identity
+from torchrelay._processes import closed_in_children, host_identity
 from torchrelay.checkpoint._storage import Path, local_path, storage_errors, text_of
 from torchrelay.errors import PeerLostError, UnavailableError, from_json
 from torchrelay.transport import read_key
@@ -109,18 +108,6 @@ def _own_folder(folder: str, *, create: bool) -> int:
     return fd
 
 
-_open: weakref.WeakSet[MemoryClient] = weakref.WeakSet()
-
-
-def _close_all() -> None:
-    for client in [*_open]:
-        client.close()
-
-
-# A forked child, such as a worker of a data loader, does not keep its parent's connections open.
-os.register_at_fork(after_in_child=_close_all)
-
-
 class MemoryClient:
     """A connection to the memory server of a job on this host. One thread at a time uses it."""
 
@@ -144,7 +131,7 @@ class MemoryClient:
         finally:
             os.close(here)
         self._channel = Channel(connection)
-        _open.add(self)
+        closed_in_children(self)
         try:
             self.server = str(self.ask("status")["id"])
         except OSError:  # one that is ending
