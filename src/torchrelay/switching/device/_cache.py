@@ -6,7 +6,6 @@ import contextlib
 import math
 import os
 import socket
-import struct
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 
 from torchrelay._helper import Channel
-from torchrelay._platform import need_core
+from torchrelay._platform import need_core, user_at_other_end
 from torchrelay._resource import Resource
 from torchrelay.errors import (
     ArgumentError,
@@ -31,7 +30,6 @@ from torchrelay.switching.models._layout import layout_of
 
 __all__ = ["Region", "SharedCache"]
 
-_PEER_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 _POLL_S = 0.01
 
 
@@ -454,8 +452,7 @@ def _channel_of_this_user(connection: socket.socket) -> Channel | None:
     """Return a channel if the other end of `connection` is a process of this user; else close
     it.
     """
-    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
-    if _PEER_CREDENTIALS.unpack(raw)[1] == os.geteuid():
+    if user_at_other_end(connection) == os.geteuid():
         return Channel(connection)
     connection.close()
     return None
