@@ -320,6 +320,11 @@ class _Matching:
             box = local_box(self.plan.request.shard, name, tensor)
             boxes = boxes if box is None else [box]
         self.tensors[key] = (tensor,) if is_deferred_here else tensors
+        if scales is not None:
+            self.known.add(scales.key)
+            self.tensors[scales.key] = (scales.values,)
+            self.plan.segments += scales.segments
+            self.plan.targets += scales.targets
         for place, box in enumerate(boxes):
             if not is_deferred_here:
                 check_target(key, tensors[place])
@@ -331,22 +336,14 @@ class _Matching:
                 for segment in segments
             ]
             if scales is not None:
-                segments, targets = self._scaled(scales, segments, targets)
+                scaled = [
+                    scales.scaled(segment.inner, target)
+                    for segment, target in zip(segments, targets, strict=True)
+                ]
+                targets = [memory for memory, _ in scaled]
+                self.plan.fills += [fill for _, fill in scaled]
             self.plan.segments += segments
             self.plan.targets += targets
-
-    def _scaled(
-        self, scales: Scales, segments: list[ChunkSlice], targets: list[Target]
-    ) -> tuple[list[ChunkSlice], list[Target]]:
-        """Read a quantized tensor into memory of its own, from which the targets are filled."""
-        self.known.add(scales.key)
-        self.tensors[scales.key] = (scales.values,)
-        pairs = scales.reads()
-        for segment, target in zip(segments, targets, strict=True):
-            memory, fill = scales.scaled(segment.inner, target)
-            pairs.append((segment, memory))
-            self.plan.fills.append(fill)
-        return [segment for segment, _ in pairs], [memory for _, memory in pairs]
 
     def _drop_overwritten(self) -> None:
         """Read a tensor that has several keys under the last of them only, which overwrites what

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 from torchrelay._boxes import Box
-from torchrelay.checkpoint._read import ChunkSlice, segments_of
+from torchrelay.checkpoint._read import segments_of
 from torchrelay.checkpoint._types import Dtype, Manifest, TensorEntry
 from torchrelay.errors import MismatchError
 
@@ -24,12 +24,18 @@ _BLOCK = 128  # rows and columns; all publishers' today
 
 
 class Scales:
-    """The scales of a quantized matrix."""
+    """The scales of a quantized matrix.
+
+    Attributes:
+        segments: what is read of them, into the parts ``targets`` of ``values``.
+    """
 
     def __init__(self, key: str, stored: TensorEntry, entry: TensorEntry) -> None:
-        self.key = key
-        self._stored, self._entry = stored, entry
+        self.key, self._stored = key, stored
         self.values = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype.name))
+        whole = Box.whole(entry.shape)
+        self.segments = segments_of(key, entry, whole)
+        self.targets = [self.values[one.inner.within(whole)] for one in self.segments]
 
     @classmethod
     def of(cls, manifest: Manifest, key: str, dtype: Dtype) -> Scales | None:
@@ -51,12 +57,6 @@ class Scales:
                 f"known are those of blocks of {_BLOCK} by {_BLOCK}, which would be {list(blocks)}"
             )
         return cls(key + SCALES, stored, entry)
-
-    def reads(self) -> list[tuple[ChunkSlice, torch.Tensor]]:
-        """Return what is read of the scales, and into which memory."""
-        whole = Box.whole(self._entry.shape)
-        segments = segments_of(self.key, self._entry, whole)
-        return [(one, self.values[one.inner.within(whole)]) for one in segments]
 
     def scaled(
         self, inner: Box, target: torch.Tensor | partial[torch.Tensor]
