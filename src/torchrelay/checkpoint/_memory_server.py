@@ -307,7 +307,8 @@ class MemoryServer:
             info = PartInfo(*values["info"])
             with self._changed:
                 fd = anonymous_file("torchrelay-checkpoint", info.size_bytes)
-                self._expect(info, values["whole"]).file = io.FileIO(fd, "r+")
+                file = io.FileIO(fd, "r+")  # closed if there is no place for it
+                self._expect(info, values["whole"]).file = file
             return {}, b""
         key, start = tuple(values["key"]), values.get("start", 0)
         if name == "record":
@@ -317,7 +318,8 @@ class MemoryServer:
             return {}, os.pread(self._whole(key).fileno(), size_bytes, start)
         with self._changed:
             part = self._part(key)
-        if part.record or start + len(contents) > max(part.info.size_bytes, len(contents)):
+        is_outside = name == "write" and start + len(contents) > part.info.size_bytes
+        if part.record or is_outside:
             raise StorageError("a copy of a checkpoint is not what was offered")
         if name == "write":
             os.pwrite(part.fileno(), contents, start)
