@@ -25,6 +25,8 @@ _PER_RANK = (Kind.reduce_scatter, Kind.scatter)  # whose inputs are
 class DummyPlane:
     """A :class:`_plane.Plane` that never waits for another rank, and never fails."""
 
+    failure = None
+
     def __init__(self, rank: int, size: int, settings: Aggregation) -> None:
         self._rank = rank
         self._size = size
@@ -84,8 +86,6 @@ class DummyPlane:
     def wait_transfer(self, transfer: object, timeout_s: float) -> bool:
         """Return True: no message is ever unfinished."""
         return True
-
-    failure = None
 
     def stats(self) -> PlaneStats:
         return PlaneStats("dummy", self._jobs, self._payload_bytes, self._waiting_s)

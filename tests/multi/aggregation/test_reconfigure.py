@@ -23,8 +23,12 @@ TIMEOUT_S = 60.0
 CHECKED = 5  # collectives of check(); that of objects has two
 
 
-def start(world: World, options: Options | None = None) -> dist.Store:
-    """Make a group of all; return the store, over which the tests exchange handles."""
+def start(world: World, options: Options | None = None, **more: Any) -> dist.Store:
+    """Make a group of all; return the store, over which the tests exchange handles.
+
+    Args:
+        more: arguments that not every torch has.
+    """
     store = world.connect(TIMEOUT_S)
     dist.init_process_group(
         "sml",
@@ -33,6 +37,7 @@ def start(world: World, options: Options | None = None) -> dist.Store:
         world_size=world.size,
         timeout=timedelta(seconds=TIMEOUT_S),
         pg_options=options,
+        **more,
     )
     return store
 
@@ -204,14 +209,7 @@ _torch: Any = dist
 @has_own
 @pytest.mark.processes(3, together=True)
 def test_by_functions_of_torch(world: World) -> None:
-    store = world.connect(TIMEOUT_S)
-    _torch.init_process_group(
-        "sml",
-        store=dist.PrefixStore("init", store),
-        rank=world.rank,
-        world_size=world.size,
-        enable_reconfigure=True,
-    )
+    store = start(world, enable_reconfigure=True)
     assert _torch._supports_reconfigure()
     backend: Any = _torch.get_backend_impl(dist.group.WORLD, torch.device("cpu"))
     assert backend.supports_reconfigure
