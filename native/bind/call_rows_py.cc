@@ -4,9 +4,9 @@
 #include <vector>
 
 #include "convert.h"
+#include "core/error.h"
+#include "group/call_rows.h"
 #include "register.h"
-#include "torchrelay/call_rows.h"
-#include "torchrelay/error.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;

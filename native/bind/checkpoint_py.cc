@@ -11,8 +11,8 @@
 #include <vector>
 
 #include "convert.h"
+#include "core/crc32c.h"
 #include "register.h"
-#include "torchrelay/checkpoint/crc32c.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;

@@ -10,7 +10,7 @@
 #include <cstdint>
 #include <memory>
 
-#include "torchrelay/error.h"
+#include "core/error.h"
 
 namespace torchrelay {
 

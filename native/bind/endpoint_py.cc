@@ -8,14 +8,14 @@
 #include <optional>
 
 #include "convert.h"
+#include "core/error.h"
+#include "core/origin.h"
+#include "net/delayed_network.h"
+#include "net/endpoint.h"
+#include "net/memory_network.h"
+#include "net/tcp_network.h"
+#include "net/tls.h"
 #include "register.h"
-#include "torchrelay/delayed_network.h"
-#include "torchrelay/endpoint.h"
-#include "torchrelay/error.h"
-#include "torchrelay/memory_network.h"
-#include "torchrelay/origin.h"
-#include "torchrelay/tcp_network.h"
-#include "torchrelay/transport/tls.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -109,7 +109,7 @@ SessionToken token_of(const nb::bytes& token) {
   return result;
 }
 
-void make_tcp_network(TcpNetwork* self, const nb::bytes& token, std::shared_ptr<transport::Tls> tls,
+void make_tcp_network(TcpNetwork* self, const nb::bytes& token, std::shared_ptr<net::Tls> tls,
                       const std::string& interface, std::size_t max_message_bytes, bool local_sockets,
                       double peer_timeout_s, double linger_s) {
   NetworkOptions options;
@@ -123,13 +123,13 @@ void make_tcp_network(TcpNetwork* self, const nb::bytes& token, std::shared_ptr<
   new (self) TcpNetwork(std::move(options));
 }
 
-void make_tls(transport::Tls* self, const std::string& library_path, const nb::bytes& key) {
-  transport::Key bytes;
+void make_tls(net::Tls* self, const std::string& library_path, const nb::bytes& key) {
+  net::Key bytes;
   if (key.size() != bytes.size())
     throw Error(Code::kArgument,
                 "a key has " + std::to_string(bytes.size()) + " bytes, not " + std::to_string(key.size()));
   std::memcpy(bytes.data(), key.c_str(), bytes.size());
-  new (self) transport::Tls(library_path, bytes);
+  new (self) net::Tls(library_path, bytes);
 }
 
 }  // namespace
@@ -172,7 +172,7 @@ void register_endpoint(nb::module_& module) {
           },
           "network"_a, "max_delay_s"_a = 0.0, "duplicate_probability"_a = 0.0, "seed"_a = 0);
 
-  nb::class_<transport::Tls>(module, "Tls", "Encrypts connections with a key, by the libssl at a path.")
+  nb::class_<net::Tls>(module, "Tls", "Encrypts connections with a key, by the libssl at a path.")
       .def("__init__", &make_tls, "library_path"_a, "key"_a);
 
   nb::class_<TcpNetwork, Network>(module, "TcpNetwork", "Endpoints over sockets; see transport.network.")

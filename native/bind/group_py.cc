@@ -13,8 +13,8 @@
 #include <vector>
 
 #include "convert.h"
+#include "group/group.h"
 #include "register.h"
-#include "torchrelay/group.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -78,10 +78,10 @@ void make_group(PythonGroup* self, SharedMemory& memory, int rank, std::vector<i
 
 void connect(PythonGroup& self, int rank, std::vector<int> names, const Addresses& addresses,
              std::vector<std::vector<int>> hosts, int listener, const nb::bytes& token,
-             std::shared_ptr<transport::Tls> tls, std::size_t share_bytes, std::size_t piece_bytes,
+             std::shared_ptr<net::Tls> tls, std::size_t share_bytes, std::size_t piece_bytes,
              std::size_t inline_bytes, nb::callable on_failure) {
   Descriptor owned(listener);
-  transport::MessengerOptions options;
+  MessengerOptions options;
   if (token.size() != options.token.size())
     throw Error(Code::kArgument, "a token has " + std::to_string(options.token.size()) + " bytes, not " +
                                      std::to_string(token.size()));

@@ -5,8 +5,8 @@
 
 #include <cstring>
 
+#include "core/error.h"
 #include "register.h"
-#include "torchrelay/error.h"
 
 namespace nb = nanobind;
 

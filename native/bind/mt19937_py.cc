@@ -3,8 +3,8 @@
 
 #include <cstring>
 
+#include "core/mt19937.h"
 #include "register.h"
-#include "torchrelay/mt19937.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;

@@ -1,7 +1,7 @@
 #include <nanobind/nanobind.h>
 
+#include "core/origin.h"
 #include "register.h"
-#include "torchrelay/origin.h"
 
 namespace nb = nanobind;
 

@@ -8,8 +8,8 @@
 #include <map>
 
 #include "convert.h"
+#include "parameters/node_service.h"
 #include "register.h"
-#include "torchrelay/parameters/node_service.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;

@@ -2,8 +2,8 @@
 #include <nanobind/stl/string.h>
 
 #include "convert.h"
+#include "core/shared_memory.h"
 #include "register.h"
-#include "torchrelay/shared_memory.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;

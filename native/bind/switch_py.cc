@@ -6,10 +6,10 @@
 #include <nanobind/stl/vector.h>
 
 #include "convert.h"
+#include "core/error.h"
 #include "register.h"
-#include "torchrelay/error.h"
-#include "torchrelay/switch/udp_switch.h"
-#include "torchrelay/switch/worker.h"
+#include "switch/udp_switch.h"
+#include "switch/worker.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;

@@ -1,4 +1,4 @@
-// The aggregation switch as an XDP program: the algorithm of native/src/switch/state.cc in the kernel.
+// The aggregation switch as an XDP program: the algorithm of native/switch/state.cc in the kernel.
 //
 // A packet is summed into its slot, under the slot's lock, when the driver has received it. The last packet
 // of a slot leaves with the result through all ports (BPF_F_BROADCAST); the program at each port's exit
@@ -15,8 +15,8 @@
 #include <bpf/bpf_endian.h>
 #include <bpf/bpf_helpers.h>
 
-#include "../include/torchrelay/switch/protocol.h"
-#include "../include/torchrelay/switch/stats.h"
+#include "../switch/protocol.h"
+#include "../switch/stats.h"
 // clang-format on
 
 #define MAX_CALLS 256  // of one address in a second: messages, and data packets of no member

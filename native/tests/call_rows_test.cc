@@ -1,4 +1,4 @@
-#include "torchrelay/call_rows.h"
+#include "group/call_rows.h"
 
 #include <array>
 #include <cstring>

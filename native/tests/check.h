@@ -14,7 +14,7 @@
 #include <utility>
 #include <vector>
 
-#include "torchrelay/error.h"
+#include "core/error.h"
 
 namespace torchrelay::testing {
 

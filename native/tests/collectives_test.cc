@@ -1,5 +1,5 @@
 // Ranks are threads over one segment.
-#include "torchrelay/collectives.h"
+#include "group/collectives.h"
 
 #include <sched.h>
 

@@ -1,4 +1,4 @@
-#include "torchrelay/compression.h"
+#include "core/compression.h"
 
 #include <algorithm>
 #include <cmath>
@@ -7,7 +7,7 @@
 #include <random>
 
 #include "check.h"
-#include "torchrelay/half.h"
+#include "core/half.h"
 
 using namespace torchrelay;
 

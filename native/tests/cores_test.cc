@@ -1,4 +1,4 @@
-#include "torchrelay/cores.h"
+#include "core/cores.h"
 
 #include "check.h"
 

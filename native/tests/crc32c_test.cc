@@ -1,4 +1,4 @@
-#include "torchrelay/checkpoint/crc32c.h"
+#include "core/crc32c.h"
 
 #include <unistd.h>
 

@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "check.h"
-#include "torchrelay/endpoint.h"
+#include "net/endpoint.h"
 
 namespace torchrelay::testing {
 

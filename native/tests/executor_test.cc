@@ -1,4 +1,4 @@
-#include "torchrelay/executor.h"
+#include "group/executor.h"
 
 #include <atomic>
 

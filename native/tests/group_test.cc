@@ -1,5 +1,5 @@
 // Ranks are threads: of one host, or two hosts of two ranks and one.
-#include "torchrelay/group.h"
+#include "group/group.h"
 
 #include <sys/wait.h>
 #include <unistd.h>
@@ -41,7 +41,7 @@ struct Ranks {
   }
 
   void connect(const std::vector<std::vector<int>>& hosts) {
-    transport::MessengerOptions options;
+    MessengerOptions options;
     options.hosts = hosts;
     std::vector<testing::Port> listeners(groups.size());
     for (std::size_t rank = 0; rank < groups.size(); ++rank) {

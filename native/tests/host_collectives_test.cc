@@ -1,5 +1,5 @@
 // Ranks are threads: those of a host over one segment, hosts over TCP.
-#include "torchrelay/transport/host_collectives.h"
+#include "group/host_collectives.h"
 
 #include <algorithm>
 #include <cmath>
@@ -15,7 +15,7 @@
 #include "ports.h"
 
 using namespace torchrelay;
-using namespace torchrelay::transport;
+using namespace torchrelay;
 
 namespace {
 
@@ -108,7 +108,7 @@ struct Group {
     return run(
         "all_reduce", share_bytes,
         [&](HostGroup& group, const Operation& operation, std::size_t rank) {
-          transport::all_reduce(group, operation, bytes(data[rank]), data[rank].size(), Dtype::kFloat32, op);
+          torchrelay::all_reduce(group, operation, bytes(data[rank]), data[rank].size(), Dtype::kFloat32, op);
         },
         timeout, absent);
   }
@@ -168,8 +168,7 @@ TEST(only_the_root_of_a_reduction_gets_the_sum) {
         const auto given = numbers(ranks, count);
         auto data = given;
         group.run("reduce", [&](HostGroup& on, const Operation& operation, std::size_t rank) {
-          transport::reduce(on, operation, bytes(data[rank]), count, Dtype::kFloat32, Op::kSum,
-                            static_cast<int>(root));
+          reduce(on, operation, bytes(data[rank]), count, Dtype::kFloat32, Op::kSum, static_cast<int>(root));
         });
         for (std::size_t rank = 0; rank < ranks; ++rank)
           CHECK(data[rank] == (rank == root ? sum_of(given) : given[rank]));
@@ -190,8 +189,7 @@ TEST(each_rank_gets_the_average_of_its_blocks) {
         std::vector<std::byte*> inputs;
         for (std::size_t i = 0; i < ranks; ++i)
           inputs.push_back(bytes(data[rank]) + i * count * sizeof(float));
-        transport::reduce_scatter(on, operation, inputs, bytes(outputs[rank]), count, Dtype::kFloat32,
-                                  Op::kAverage);
+        reduce_scatter(on, operation, inputs, bytes(outputs[rank]), count, Dtype::kFloat32, Op::kAverage);
       });
       for (std::size_t rank = 0; rank < ranks; ++rank)
         CHECK(std::equal(outputs[rank].begin(), outputs[rank].end(),
@@ -209,7 +207,7 @@ TEST(all_ranks_get_the_roots_data) {
         auto data = numbers(ranks, count);
         const auto expected = data[root];
         group.run("broadcast", [&](HostGroup& on, const Operation& operation, std::size_t rank) {
-          transport::broadcast(on, operation, block(data[rank]), 7, static_cast<int>(root));
+          broadcast(on, operation, block(data[rank]), 7, static_cast<int>(root));
         });
         for (const auto& each : data) CHECK(each == expected);
       }
@@ -228,20 +226,20 @@ TEST(blocks_of_different_sizes_are_gathered_and_scattered) {
       for (const auto& each : data) empty.emplace_back(each.size(), -1.0f);
       std::vector<std::vector<std::vector<float>>> outputs(ranks, empty);
       group.run("all_gather", [&](HostGroup& on, const Operation& operation, std::size_t rank) {
-        transport::all_gather(on, operation, block(data[rank]), blocks(outputs[rank]), 7);
+        all_gather(on, operation, block(data[rank]), blocks(outputs[rank]), 7);
       });
       for (const auto& each : outputs) CHECK(each == data);
       const std::size_t root = ranks - 1;
       auto gathered = empty;
       group.run("gather", [&](HostGroup& on, const Operation& operation, std::size_t rank) {
-        transport::gather(on, operation, block(data[rank]),
-                          rank == root ? blocks(gathered) : std::vector<Block>{}, 7, static_cast<int>(root));
+        gather(on, operation, block(data[rank]), rank == root ? blocks(gathered) : std::vector<Block>{}, 7,
+               static_cast<int>(root));
       });
       CHECK(gathered == data);
       auto scattered = empty;
       group.run("scatter", [&](HostGroup& on, const Operation& operation, std::size_t rank) {
-        transport::scatter(on, operation, rank == root ? blocks(gathered) : std::vector<Block>{},
-                           block(scattered[rank]), 7, static_cast<int>(root));
+        scatter(on, operation, rank == root ? blocks(gathered) : std::vector<Block>{}, block(scattered[rank]),
+                7, static_cast<int>(root));
       });
       CHECK(scattered == data);
     }
@@ -261,7 +259,7 @@ TEST(every_pair_of_ranks_exchanges_blocks) {
           outputs[from].emplace_back(size(to, from));
         }
       group.run("all_to_all", [&](HostGroup& on, const Operation& operation, std::size_t rank) {
-        transport::all_to_all(on, operation, blocks(inputs[rank]), blocks(outputs[rank]), 7);
+        all_to_all(on, operation, blocks(inputs[rank]), blocks(outputs[rank]), 7);
       });
       for (std::size_t from = 0; from < ranks; ++from)
         for (std::size_t to = 0; to < ranks; ++to) CHECK(outputs[to][from] == inputs[from][to]);
@@ -297,8 +295,8 @@ TEST(encoded_sums_are_the_same_on_all_ranks_and_what_they_lost_is_known) {
         auto data = given;
         std::vector<std::vector<float>> lost(ranks, std::vector<float>(count));
         group.run("all_reduce", [&](HostGroup& on, const Operation& operation, std::size_t rank) {
-          transport::all_reduce(on, operation, bytes(data[rank]), count, Dtype::kFloat32, Op::kSum, nullptr,
-                                nullptr, {compression, lost[rank].data()});
+          all_reduce(on, operation, bytes(data[rank]), count, Dtype::kFloat32, Op::kSum, nullptr, nullptr,
+                     {compression, lost[rank].data()});
         });
         for (const auto& each : data) CHECK(each == data[0]);
         for (std::size_t i = 0; i < count; ++i) {
@@ -320,15 +318,15 @@ TEST(encoded_reductions_with_other_results) {
     auto averages = given, on_root = given;
     std::vector<std::vector<float>> parts(ranks, std::vector<float>(count));
     group.run("mixed", [&](HostGroup& on, const Operation& operation, std::size_t rank) {
-      transport::all_reduce(on, operation, bytes(averages[rank]), count * ranks, Dtype::kFloat32,
-                            Op::kAverage, nullptr, nullptr, {Compression::kInt8});
-      transport::reduce(on, operation, bytes(on_root[rank]), count * ranks, Dtype::kFloat32, Op::kSum, 1,
-                        Compression::kInt8);
+      all_reduce(on, operation, bytes(averages[rank]), count * ranks, Dtype::kFloat32, Op::kAverage, nullptr,
+                 nullptr, {Compression::kInt8});
+      reduce(on, operation, bytes(on_root[rank]), count * ranks, Dtype::kFloat32, Op::kSum, 1,
+             Compression::kInt8);
       std::vector<std::byte*> inputs;
       auto own = given[rank];
       for (std::size_t i = 0; i < ranks; ++i) inputs.push_back(bytes(own) + i * count * sizeof(float));
-      transport::reduce_scatter(on, operation, inputs, bytes(parts[rank]), count, Dtype::kFloat32, Op::kSum,
-                                Compression::kInt8);
+      reduce_scatter(on, operation, inputs, bytes(parts[rank]), count, Dtype::kFloat32, Op::kSum,
+                     Compression::kInt8);
     });
     const auto exact = sum_of(given);
     for (std::size_t i = 0; i < exact.size(); ++i) {
@@ -348,8 +346,8 @@ TEST(different_compressions_are_refused_on_all_ranks) {
   const auto before = data;
   for (const auto& error :
        group.run("all_reduce", 1024, [&](HostGroup& on, const Operation& operation, std::size_t rank) {
-         transport::all_reduce(on, operation, bytes(data[rank]), 1000, Dtype::kFloat32, Op::kSum, nullptr,
-                               nullptr, {rank == 0 ? Compression::kInt8 : Compression::kNone});
+         all_reduce(on, operation, bytes(data[rank]), 1000, Dtype::kFloat32, Op::kSum, nullptr, nullptr,
+                    {rank == 0 ? Compression::kInt8 : Compression::kNone});
        }))
     CHECK(error.find("rank 0 made all_reduce of 1000 x float32, SUM, with compression int8; rank 1 made "
                      "all_reduce of 1000 x float32, SUM.") != std::string::npos);
@@ -381,7 +379,7 @@ TEST(pieces_are_summed_in_the_network) {
                            changed.wait(guard, [&] { return arrived[first / 1000] == 2; });
                            for (std::size_t i = first; i < first + 1000; ++i) data[rank][i] = network[i];
                          }};
-    transport::all_reduce(on, operation, bytes(data[rank]), 5000, Dtype::kFloat32, Op::kSum, nullptr, &sum);
+    all_reduce(on, operation, bytes(data[rank]), 5000, Dtype::kFloat32, Op::kSum, nullptr, &sum);
   });
   for (const auto& each : data) CHECK(each == expected);
 }
@@ -392,17 +390,16 @@ TEST(calls_and_sizes_that_differ_are_refused_on_all_ranks) {
   for (const auto& error :
        group.run("mixed", 1024, [&](HostGroup& on, const Operation& operation, std::size_t r) {
          if (r == 1)
-           transport::barrier(on, operation);
+           barrier(on, operation);
          else
-           transport::broadcast(on, operation, block(data[r]), 7, 2);
+           broadcast(on, operation, block(data[r]), 7, 2);
        }))
     CHECK(error.find("rank 1 made barrier; rank 2 made broadcast of 4 x float32, root 2") !=
           std::string::npos);
   std::vector<std::vector<float>> outputs(3, std::vector<float>(5));
   for (const auto& error :
        group.run("gather", 1024, [&](HostGroup& on, const Operation& operation, std::size_t r) {
-         transport::gather(on, operation, block(data[r]), r == 0 ? blocks(outputs) : std::vector<Block>{}, 7,
-                           0);
+         gather(on, operation, block(data[r]), r == 0 ? blocks(outputs) : std::vector<Block>{}, 7, 0);
        }))
     CHECK(error.find("rank 2 sends 16 bytes, but the tensors of the root, rank 0, have") !=
           std::string::npos);

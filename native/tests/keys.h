@@ -4,7 +4,7 @@
 #include <cstdlib>
 #include <memory>
 
-#include "torchrelay/transport/tls.h"
+#include "net/tls.h"
 
 namespace torchrelay::testing {
 
@@ -13,10 +13,10 @@ inline const char* libssl() {
   return path == nullptr ? "libssl.so.3" : path;
 }
 
-inline std::shared_ptr<const transport::Tls> encryption(unsigned char fill) {
-  transport::Key key;
+inline std::shared_ptr<const net::Tls> encryption(unsigned char fill) {
+  net::Key key;
   key.fill(fill);
-  return std::make_shared<const transport::Tls>(libssl(), key);
+  return std::make_shared<const net::Tls>(libssl(), key);
 }
 
 }  // namespace torchrelay::testing

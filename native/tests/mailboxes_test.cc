@@ -1,5 +1,5 @@
 // Ranks are threads over one segment.
-#include "torchrelay/mailboxes.h"
+#include "group/mailboxes.h"
 
 #include <atomic>
 #include <numeric>

@@ -1,5 +1,5 @@
 // Ranks are messengers in one process, and plain sockets where a rank does what it should not.
-#include "torchrelay/transport/messenger.h"
+#include "group/messenger.h"
 
 #include <arpa/inet.h>
 #include <netinet/in.h>
@@ -15,7 +15,7 @@
 #include "ports.h"
 
 using namespace torchrelay;
-using namespace torchrelay::transport;
+using namespace torchrelay::net;
 using torchrelay::testing::encryption;
 using torchrelay::testing::Port;
 

@@ -1,4 +1,4 @@
-#include "torchrelay/mt19937.h"
+#include "core/mt19937.h"
 
 #include <array>
 

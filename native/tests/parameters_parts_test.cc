@@ -7,10 +7,10 @@
 #include <thread>
 
 #include "check.h"
-#include "torchrelay/delayed_network.h"
-#include "torchrelay/memory_network.h"
-#include "torchrelay/parameters/node_service.h"
-#include "torchrelay/tcp_network.h"
+#include "net/delayed_network.h"
+#include "net/memory_network.h"
+#include "net/tcp_network.h"
+#include "parameters/node_service.h"
 
 using namespace torchrelay;
 using namespace torchrelay::parameters;

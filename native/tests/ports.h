@@ -6,7 +6,7 @@
 #include <sys/socket.h>
 
 #include "check.h"
-#include "torchrelay/transport/messenger.h"
+#include "group/messenger.h"
 
 namespace torchrelay::testing {
 
@@ -22,7 +22,7 @@ struct Port {
     address = {"127.0.0.1", ntohs(at.sin_port)};
   }
   Descriptor socket;
-  transport::Address address;
+  net::Address address;
 };
 
 }  // namespace torchrelay::testing

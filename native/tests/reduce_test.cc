@@ -1,4 +1,4 @@
-#include "torchrelay/reduce.h"
+#include "core/reduce.h"
 
 #include <algorithm>
 #include <cmath>

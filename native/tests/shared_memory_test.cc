@@ -1,4 +1,4 @@
-#include "torchrelay/shared_memory.h"
+#include "core/shared_memory.h"
 
 #include <sys/mman.h>
 #include <sys/wait.h>

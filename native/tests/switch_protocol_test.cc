@@ -8,10 +8,10 @@
 #include <type_traits>
 
 #include "check.h"
-#include "torchrelay/switch/kernels.h"
-#include "torchrelay/switch/quantizer.h"
-#include "torchrelay/switch/state.h"
-#include "torchrelay/switch/stream.h"
+#include "switch/kernels.h"
+#include "switch/quantizer.h"
+#include "switch/state.h"
+#include "switch/stream.h"
 
 using namespace torchrelay;
 using namespace torchrelay::switchml;

@@ -14,11 +14,11 @@
 #include <thread>
 
 #include "check.h"
-#include "torchrelay/switch/quantizer.h"
-#include "torchrelay/switch/state.h"
-#include "torchrelay/switch/stream.h"
-#include "torchrelay/switch/udp_switch.h"
-#include "torchrelay/switch/worker.h"
+#include "switch/quantizer.h"
+#include "switch/state.h"
+#include "switch/stream.h"
+#include "switch/udp_switch.h"
+#include "switch/worker.h"
 
 using namespace torchrelay;
 using namespace torchrelay::switchml;

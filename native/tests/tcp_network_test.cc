@@ -1,4 +1,4 @@
-#include "torchrelay/tcp_network.h"
+#include "net/tcp_network.h"
 
 #include <sys/socket.h>
 #include <unistd.h>
@@ -75,7 +75,7 @@ TEST(an_endpoint_that_closes_sends_what_it_has) {
 
 // With the token, but another key or none, while a member sends.
 TEST(who_lacks_the_key_gets_nothing_and_reaches_nobody) {
-  for (const auto& other : {encryption(2), std::shared_ptr<const torchrelay::transport::Tls>()}) {
+  for (const auto& other : {encryption(2), std::shared_ptr<const torchrelay::net::Tls>()}) {
     NetworkOptions options = all_kinds()[2], foreign = options;
     foreign.tls = other;
     TcpNetwork net(options), strangers(foreign);

@@ -1,5 +1,5 @@
 // Encrypted streams over socket pairs.
-#include "torchrelay/transport/tls.h"
+#include "net/tls.h"
 
 #include <fcntl.h>
 #include <sys/socket.h>
@@ -13,7 +13,7 @@
 #include "keys.h"
 
 using namespace torchrelay;
-using namespace torchrelay::transport;
+using namespace torchrelay::net;
 using torchrelay::testing::libssl;
 
 namespace {

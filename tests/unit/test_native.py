@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -56,6 +57,21 @@ def build(sanitizer: str) -> Path:
             result = subprocess.run(command, check=False, capture_output=True, text=True)
             assert result.returncode == 0, result.stdout + result.stderr
     return folder
+
+
+def test_includes_point_down() -> None:
+    below = {
+        "core": {"core"},
+        "net": {"core", "net"},
+        "group": {"core", "net", "group"},
+        "parameters": {"core", "net", "parameters"},
+        "switch": {"core", "switch"},
+    }
+    found: dict[str, set[str]] = {folder: set() for folder in below}
+    for folder, included in found.items():
+        for path in (ROOT / "native" / folder).iterdir():
+            included.update(re.findall(r'#include "(?:(\w+)/)?', path.read_text()))
+    assert found == below
 
 
 @pytest.mark.timeout(900)

@@ -1,3 +1,0 @@
-#define TORCHRELAY_ISA avx512
-#include "compression_kernels.h"
-#include "reduce_kernels.h"

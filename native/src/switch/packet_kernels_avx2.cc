@@ -1,2 +1,0 @@
-#define TORCHRELAY_ISA avx2
-#include "packet_kernels.h"

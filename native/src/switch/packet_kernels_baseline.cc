@@ -1,2 +1,0 @@
-#define TORCHRELAY_ISA baseline
-#include "packet_kernels.h"

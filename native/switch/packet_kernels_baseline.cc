@@ -1,0 +1,2 @@
+#define TORCHRELAY_ISA baseline
+#include "switch/packet_kernels.h"
