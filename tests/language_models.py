@@ -4,6 +4,7 @@ workers build them by this file's name.
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -12,7 +13,16 @@ from typing import Any
 
 import torch
 
-__all__ = ["KINDS", "build", "build_faulty", "continuation", "prompt_of", "snapshot", "tokenizer"]
+__all__ = [
+    "KINDS",
+    "build",
+    "build_faulty",
+    "continuation",
+    "encoder_snapshot",
+    "prompt_of",
+    "snapshot",
+    "tokenizer",
+]
 
 VOCABULARY = 200
 _SIZES = {
@@ -127,3 +137,33 @@ def snapshot(folder: Path, kind: str, seed: int) -> None:
     module: Any = build(kind, eos=1)
     module.save_pretrained(folder)
     tokenizer().save_pretrained(folder)
+
+
+def encoder_snapshot(folder: Path, *, pooling: dict[str, Any] | None = None) -> None:
+    """Write a snapshot of a BERT, as transformers does; with `pooling`, as sentence-transformers,
+    which also scales the vectors.
+    """
+    from transformers import BertConfig, BertForMaskedLM, BertModel
+
+    torch.manual_seed(3)
+    sizes: Any = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    config = BertConfig(
+        vocab_size=VOCABULARY, num_attention_heads=4, max_position_embeddings=64, **sizes
+    )
+    make: Any = BertForMaskedLM if pooling is None else BertModel  # its names have a prefix
+    make(config).save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    if pooling is None:
+        return
+    (folder / "1_Pooling").mkdir()
+    kinds = {"": "Transformer", "1_Pooling": "Pooling", "2_Normalize": "Normalize"}
+    parts = [
+        {"path": path, "type": f"sentence_transformers.models.{kind}"}
+        for path, kind in kinds.items()
+    ]
+    for path, content in (
+        ("modules.json", parts),
+        ("1_Pooling/config.json", pooling),
+        ("sentence_bert_config.json", {"max_seq_length": 40}),
+    ):
+        (folder / path).write_text(json.dumps(content))

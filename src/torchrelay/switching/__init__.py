@@ -13,7 +13,8 @@ from torchrelay.switching.device._cache import Region, SharedCache
 from torchrelay.switching.generate._models import GenerateOptions
 from torchrelay.switching.generate._stream import Token, TokenStream
 from torchrelay.switching.http._client import Client
-from torchrelay.switching.models._store import InputSpec, ModelStore, StoredModel
+from torchrelay.switching.models._inputs import InputSpec
+from torchrelay.switching.models._store import ModelStore, StoredModel
 from torchrelay.switching.worker._training import TrainingTask
 
 __all__ = [

@@ -35,6 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("snapshots")
     for seed, (name, kind) in enumerate(KINDS.items()):
         models.snapshot(made / name, kind, seed)
+    models.encoder_snapshot(made / "bert", pooling={"pooling_mode": "mean"})
     (made / "no-model").mkdir()
     return made
 
@@ -98,7 +99,7 @@ def greedy(count: int = 30, **more: Any) -> dict[str, Any]:
 
 
 def test_models_are_listed_with_their_states(client: Any) -> None:
-    assert [one.id for one in client.models.list()] == ["gpt-2", "llama"]
+    assert [one.id for one in client.models.list()] == ["bert", "gpt-2", "llama"]
     assert client.models.retrieve("gpt-2").state == "cold"
     client.completions.create(model="llama", prompt=PROMPT, max_tokens=1)
     found = client.models.retrieve("llama")
@@ -222,8 +223,40 @@ def test_log_probabilities_are_those_of_the_tokens(client: Any) -> None:
     assert streamed == chat.logprobs.content
 
 
+TEXTS = ["once upon a time", "two", "a cat and a cat and a cat"]
+
+
+@pytest.fixture(scope="module")
+def vectors(folder: Path) -> Any:
+    """What transformers itself makes of the texts, one by one, and how many tokens they have."""
+    from transformers import AutoModel, AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder / "bert")
+    module: Any = AutoModel.from_pretrained(folder / "bert")
+    ids = [tokenizer(one, return_tensors="pt").input_ids for one in TEXTS]
+    with torch.inference_mode():
+        found = torch.cat([module(input_ids=one).last_hidden_state.mean(1) for one in ids])
+    return torch.nn.functional.normalize(found, dim=-1), sum(one.numel() for one in ids)
+
+
+def test_embeddings_are_those_of_transformers(client: Any, vectors: Any) -> None:
+    expected, count = vectors
+    for form in ({}, {"encoding_format": "float"}):  # the client asks for base64, and decodes it
+        made = client.embeddings.create(model="bert", input=TEXTS, **form)
+        assert [one.index for one in made.data] == [0, 1, 2]
+        found = torch.tensor([one.embedding for one in made.data])
+        torch.testing.assert_close(found, expected)
+        assert made.usage.prompt_tokens == made.usage.total_tokens == count
+    assert client.models.retrieve("bert").max_model_len == 40
+    ids = client.embeddings.create(model="bert", input=[[5, 6], [7]], dimensions=32)
+    assert [len(one.embedding) for one in ids.data] == [32, 32] and ids.usage.total_tokens == 3
+    many = client.embeddings.create(model="bert", input=[TEXTS[i % 3] for i in range(70)])
+    found = torch.tensor([one.embedding for one in many.data])
+    torch.testing.assert_close(found, expected[[i % 3 for i in range(70)]])
+
+
 IMAGE = [{"type": "image_url", "image_url": {"url": "data:,"}}]
-CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+CHAT, TEXT, EMBED = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
 
 
 @pytest.mark.parametrize(
@@ -248,13 +281,26 @@ CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
         (TEXT, {"n": 0}, 400, "n: Expected `int` >= 1"),
         (TEXT, {"best_of": 3}, 400, "best_of is not supported"),
         (TEXT, {"stop": [""]}, 400, "none of them empty"),
+        (CHAT, {"model": "bert"}, 400, "model 'bert' does not generate"),
+        (EMBED, {"model": "nothing"}, 404, "there is no model 'nothing'"),
+        (EMBED, {"model": "llama"}, 400, "model 'llama' is no encoder"),
+        (EMBED, {"input": []}, 400, "input must be a text"),
+        (EMBED, {"input": "two " * 40}, 400, "a maximum context length of 40"),
+        (EMBED, {"input": ["two", ""]}, 400, "input 1 has 0 tokens"),
+        (EMBED, {"input": [200]}, 400, "input 0 has a token that is none of the 200"),
+        (EMBED, {"dimensions": 8}, 400, "vectors of 32, which are not cut"),
+        (EMBED, {"encoding_format": "int8"}, 400, "encoding_format: Invalid enum value"),
         ("/v1/nothing", {}, 404, "the server has no path"),
     ],
 )
 def test_wrong_requests_get_errors_of_the_form_that_clients_read(
     url: str, path: str, asked: dict[str, Any], status: int, text: str
 ) -> None:
-    body = {"model": "llama", **({"messages": MESSAGES} if path == CHAT else {"prompt": PROMPT})}
+    known: dict[str, Any] = {
+        CHAT: {"messages": MESSAGES},
+        EMBED: {"model": "bert", "input": PROMPT},
+    }
+    body: dict[str, Any] = {"model": "llama", **known.get(path, {"prompt": PROMPT})}
     found, answer = post(url, path, json.dumps({**body, **asked}).encode())
     assert found == status and text in answer["error"]["message"], answer
     assert answer["error"].keys() == {"message", "type", "param", "code"}

@@ -19,8 +19,8 @@ __all__ = [
     "Generating",
     "build",
     "generating",
-    "snapshot_factory",
-    "snapshot_module",
+    "language_model_of",
+    "snapshot_config",
 ]
 
 _MAX_BATCH = 128  # descriptors of their stashes come in one message
@@ -90,15 +90,15 @@ def build(config: dict[str, Any]) -> torch.nn.Module:
     return made
 
 
-def snapshot_factory(folder: Path, seed: int) -> Factory:
-    """Return the factory of the model in a Hugging Face snapshot.
+def snapshot_config(folder: Path) -> dict[str, Any]:
+    """Return the `config.json` of a Hugging Face snapshot.
 
     Raises:
-        StorageError: the folder has no readable `config.json`.
+        StorageError: the folder has none that is readable.
         UnsupportedError: its model brings code of its own.
     """
     try:
-        config = json.loads((folder / "config.json").read_text())
+        config: dict[str, Any] = json.loads((folder / "config.json").read_text())
     except (OSError, ValueError) as error:
         raise StorageError(
             f"{folder} is no snapshot of a model: {error}; name a folder with config.json, the "
@@ -109,17 +109,22 @@ def snapshot_factory(folder: Path, seed: int) -> Factory:
             f"{folder}: the model needs code of its own (auto_map), which is not run; write a "
             "factory that builds it"
         )
-    return Factory.of(build, {"config": config}, seed)
+    return config
 
 
-def snapshot_module(made: Factory, folder: Path) -> torch.nn.Module:
-    """Build the model of a snapshot without values, and read them."""
+def language_model_of(folder: Path, seed: int) -> tuple[Factory, torch.nn.Module]:
+    """Return the factory of the language model in a snapshot, and the model with its weights.
+
+    Raises:
+        StorageError, UnsupportedError: as of :func:`snapshot_config`.
+    """
     from torchrelay import checkpoint  # noqa: PLC0415 - takes a moment to import
 
+    made = Factory.of(build, {"config": snapshot_config(folder)}, seed)
     module = made.build_skeleton()
     checkpoint.load(module, folder, no_dist=True)
     materialize_module(module)  # what no checkpoint holds
-    return module
+    return made, module
 
 
 def generating(

@@ -20,6 +20,8 @@ class Tokenizer:
         self._all = tokenizer
         self._fast = tokenizer.backend_tokenizer
         self.eos: int | None = tokenizer.eos_token_id
+        limit = tokenizer.model_max_length
+        self.max_tokens = int(limit) if limit < 1 << 30 else 0  # of a text; 0: not said
 
     @classmethod
     def of(cls, folder: Path) -> Tokenizer | None:

@@ -110,6 +110,7 @@ class Application:
             ("/v1/models/(?P<name>[^/]+)", {"GET": texts.model}),
             ("/v1/chat/completions", {"POST": texts.chat}),
             ("/v1/completions", {"POST": texts.completions}),
+            ("/v1/embeddings", {"POST": texts.embeddings}),
         ]
         self._routes = [(re.compile(path), endpoints) for path, endpoints in routes]
 

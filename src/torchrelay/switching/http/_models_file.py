@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +14,9 @@ from torchrelay.config import Switching, load
 from torchrelay.errors import ConfigError, TorchRelayError
 from torchrelay.switching.generate._models import GenerateOptions
 from torchrelay.switching.http._schema import sentence
-from torchrelay.switching.models._store import PROMPT, InputSpec, ModelStore, check_name
+from torchrelay.switching.models._encoders import is_encoder
+from torchrelay.switching.models._inputs import PROMPT, TEXTS, InputSpec
+from torchrelay.switching.models._store import ModelStore, check_name
 from torchrelay.switching.models._tensors import dtype_of
 
 if sys.version_info >= (3, 11):
@@ -37,7 +40,7 @@ class _Input(msgspec.Struct, forbid_unknown_fields=True):
 class _Model(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     """A table `[models.NAME]`."""
 
-    kind: Literal["tensors", "generate"] = "tensors"
+    kind: Literal["tensors", "generate", "embed"] = "tensors"
     factory: str = ""
     inputs: list[_Input] = []
     kwargs: dict[str, Any] = {}
@@ -136,8 +139,10 @@ def _snapshot(folder: Path) -> ModelEntry:
         check_name(folder.name)
     except TorchRelayError as error:
         raise ConfigError(f"{folder}: {error}; rename the folder") from error
-    arguments = {"weights": folder, "generate": GenerateOptions(), "inputs": PROMPT}
-    return ModelEntry(folder.name, arguments, load="request")
+    kind: dict[str, Any] = {"generate": GenerateOptions(), "inputs": PROMPT}
+    with contextlib.suppress(TorchRelayError):  # which its first request raises
+        kind = {"embed": True, "inputs": TEXTS} if is_encoder(folder) else kind
+    return ModelEntry(folder.name, {"weights": folder, **kind}, load="request")
 
 
 def _parsed(file: Path) -> _File:
@@ -174,13 +179,8 @@ def _entry(file: Path, name: str, model: _Model) -> ModelEntry:
         given["factory"] = f"{folder / module}{colon}{function}"
     if model.weights:
         given["weights"] = folder / model.weights
-    inputs: dict[str, InputSpec] = {}
-    for one in model.inputs:
-        if one.name in inputs:
-            raise ConfigError(f"{where} inputs: {one.name!r} appears twice")
-        inputs[one.name] = _input(f"{where} inputs", one)
     if model.kind == "generate":
-        if inputs or not (model.factory or model.weights):
+        if model.inputs or not (model.factory or model.weights):
             raise ConfigError(
                 f"{where}: a model that generates needs weights, the folder of a snapshot, or a "
                 "factory, and no inputs"
@@ -188,17 +188,34 @@ def _entry(file: Path, name: str, model: _Model) -> ModelEntry:
         if model.max_batch_size:
             options["max_batch_size"] = given.pop("max_batch_size")
         try:
-            given["generate"], inputs = GenerateOptions(**options), PROMPT
+            given["generate"], given["inputs"] = GenerateOptions(**options), PROMPT
         except TorchRelayError as error:
             raise ConfigError(f"{where}: {error}") from error
     elif options:
         raise ConfigError(f'{where} {min(options)}: it is of models of kind = "generate"')
+    elif model.kind == "embed":
+        if model.inputs or model.factory or not model.weights:
+            raise ConfigError(
+                f"{where}: an encoder needs weights, the folder of a snapshot; it has no factory "
+                "and no inputs"
+            )
+        given["embed"], given["inputs"] = True, TEXTS
     elif not model.factory:
         raise ConfigError(f"{where} factory: name the function that builds the model")
-    if not inputs:
-        raise ConfigError(f"{where} inputs: name at least one")
-    given["inputs"] = inputs
+    else:
+        given["inputs"] = _inputs(f"{where} inputs", model.inputs)
     return ModelEntry(name, given, model.priority, model.load, model.keep_s)
+
+
+def _inputs(where: str, given: list[_Input]) -> dict[str, InputSpec]:
+    inputs: dict[str, InputSpec] = {}
+    for one in given:
+        if one.name in inputs:
+            raise ConfigError(f"{where}: {one.name!r} appears twice")
+        inputs[one.name] = _input(where, one)
+    if not inputs:
+        raise ConfigError(f"{where}: name at least one")
+    return inputs
 
 
 def _input(where: str, one: _Input) -> InputSpec:

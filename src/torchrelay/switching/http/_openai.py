@@ -17,8 +17,14 @@ from torchrelay.switching.generate._messages import Emitted
 from torchrelay.switching.generate._prompts import ids_of, sampling_of, text_after
 from torchrelay.switching.generate._sequences import Sequence
 from torchrelay.switching.generate._text import TextStream
+from torchrelay.switching.http._embeddings import embeddings
 from torchrelay.switching.http._messages import Limits, Request, Response, json_of
-from torchrelay.switching.http._openai_schema import ChatRequest, CompletionRequest, TextRequest
+from torchrelay.switching.http._openai_schema import (
+    ChatRequest,
+    CompletionRequest,
+    EmbeddingRequest,
+    TextRequest,
+)
 from torchrelay.switching.http._repository import Repository
 from torchrelay.switching.http._schema import parse
 from torchrelay.switching.models._store import StoredModel
@@ -147,18 +153,25 @@ class OpenAi:
         return json_of({"object": "list", "data": [self._model(name) for name in names]})
 
     async def model(self, _: Request, name: str) -> Response:
+        self._check(name)
+        return json_of(self._model(name))
+
+    def _check(self, name: str) -> None:
         if name not in self._repository.names():
             raise NotFoundError(f"there is no model {name!r}")
-        return json_of(self._model(name))
 
     def _model(self, name: str) -> dict[str, Any]:
         """Describe a model: its state is that of its weights."""
         model, state = self._switcher.stored(name), "cold"
         if model is not None:
             state = "resident" if self._switcher.is_resident(name) else "stashed"
-        known = None if model is None else model.generating
+        length = None
+        if model is not None and model.generating is not None:
+            length = model.generating.max_context
+        elif model is not None and model.encoding is not None:
+            length = model.encoding.max_tokens
         about = {"id": name, "object": "model", "created": 0, "owned_by": "torchrelay"}
-        return {**about, "state": state, "max_model_len": known and known.max_context}
+        return {**about, "state": state, "max_model_len": length}
 
     async def chat(self, request: Request) -> Response:
         asked, _ = parse(ChatRequest, await request.body(self._limits), None)
@@ -182,6 +195,24 @@ class OpenAi:
         limit = _COMPLETION_TOKENS
         return await self._answer(asked, prompts, limit, asked.logprobs, _Completion())
 
+    async def embeddings(self, request: Request) -> Response:
+        asked, _ = parse(EmbeddingRequest, await request.body(self._limits), None)
+        self._check(asked.model)
+        self._repository.started(asked.model)
+        try:
+            model = await self._prepared(asked.model)
+            return json_of(await embeddings(self._switcher, model, asked))
+        finally:
+            self._repository.ended(asked.model)
+
+    async def _prepared(self, name: str) -> StoredModel:
+        """Return the model, loaded if its requests load it."""
+        await self._repository.prepare(name, None)
+        model = self._switcher.stored(name)
+        if model is None:
+            raise NotFoundError(f"model {name!r} is not loaded")
+        return model
+
     async def _answer(
         self,
         asked: TextRequest,
@@ -191,14 +222,10 @@ class OpenAi:
         form: _Form,
     ) -> Response:
         name = asked.model
-        if name not in self._repository.names():
-            raise NotFoundError(f"there is no model {name!r}")
+        self._check(name)
         self._repository.started(name)
         try:
-            await self._repository.prepare(name, None)
-            model = self._switcher.stored(name)
-            if model is None:
-                raise NotFoundError(f"model {name!r} is not loaded")
+            model = await self._prepared(name)
             # A long text takes a while.
             found = await asyncio.to_thread(prompts, model)
             answer = _Answer(self._switcher, asked, model)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from torchrelay.errors import ArgumentError, UnsupportedError
 
-__all__ = ["ChatRequest", "CompletionRequest", "TextRequest"]
+__all__ = ["ChatRequest", "CompletionRequest", "EmbeddingRequest", "TextRequest"]
 
 _MAX_CHOICES = 128
 
@@ -153,18 +153,37 @@ class CompletionRequest(TextRequest, kw_only=True):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """The prompts: texts, or lists of tokens.
+        return texts_of("prompt", self.prompt)
 
-        Raises:
-            ArgumentError: there are none, or they are neither.
-        """
-        found: list[Any] = [self.prompt] if isinstance(self.prompt, str) else self.prompt
-        if found and all(type(one) is int for one in found):
-            return [found]
-        lists = [one for one in found if isinstance(one, list) and all(type(i) is int for i in one)]
-        texts = [one for one in found if isinstance(one, str)]
-        if not found or len(lists) not in (0, len(found)) or len(texts) not in (0, len(found)):
-            raise ArgumentError(
-                "prompt must be a text, a list of texts, or one or several lists of token ids"
-            )
-        return found
+
+class EmbeddingRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of `/v1/embeddings`."""
+
+    model: str
+    input: str | list[Any]
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = None
+    priority: int | None = None
+    user: str | None = None  # changes nothing
+
+    @property
+    def inputs(self) -> list[str | list[int]]:
+        return texts_of("input", self.input)
+
+
+def texts_of(name: str, given: str | list[Any]) -> list[str | list[int]]:
+    """Return what field `name` has: texts, or lists of tokens.
+
+    Raises:
+        ArgumentError: there are none, or they are neither.
+    """
+    found: list[Any] = [given] if isinstance(given, str) else given
+    if found and all(type(one) is int for one in found):
+        return [found]
+    lists = [one for one in found if isinstance(one, list) and all(type(i) is int for i in one)]
+    texts = [one for one in found if isinstance(one, str)]
+    if not found or len(lists) not in (0, len(found)) or len(texts) not in (0, len(found)):
+        raise ArgumentError(
+            f"{name} must be a text, a list of texts, or one or several lists of token ids"
+        )
+    return found

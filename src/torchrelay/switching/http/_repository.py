@@ -14,7 +14,8 @@ from typing import NamedTuple
 from torchrelay.errors import NotFoundError, OperationTimeoutError, TorchRelayError
 from torchrelay.switching._switcher import Switcher
 from torchrelay.switching.http._models_file import ModelEntry
-from torchrelay.switching.models._store import InputSpec, ModelStore
+from torchrelay.switching.models._inputs import InputSpec
+from torchrelay.switching.models._store import ModelStore
 from torchrelay.switching.worker._profile import Output
 
 __all__ = ["Description", "Repository"]

@@ -7,7 +7,6 @@ import dataclasses
 import hashlib
 import json
 import logging
-import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -34,98 +33,17 @@ from torchrelay.switching.generate._models import (
     GenerateOptions,
     Generating,
     generating,
-    snapshot_factory,
-    snapshot_module,
+    language_model_of,
 )
 from torchrelay.switching.models._code import digest_of
+from torchrelay.switching.models._encoders import Encoding, encoder_of, encoding_of
 from torchrelay.switching.models._factory import Factory, hidden_tensors
+from torchrelay.switching.models._inputs import PROMPT, TEXTS, InputLike, InputSpec, input_spec
 from torchrelay.switching.models._layout import ModelLayout, ModelStorage, layout_of
 
-__all__ = ["PROMPT", "InputLike", "InputSpec", "ModelStore", "StoredModel", "check_name", "naming"]
+__all__ = ["ModelStore", "StoredModel", "check_name", "naming"]
 
 _log = logging.getLogger("torchrelay.switching")
-
-Shape = tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class InputSpec:
-    """One input of a model; a dimension of -1 may have any size.
-
-    The model is profiled with an input of shape `example`, by default `shape` with 1 for each -1.
-
-    Raises:
-        ArgumentError: `shape` is not a shape, or `example` is not one that fits it.
-    """
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    example: tuple[int, ...] | None = None
-
-    def __post_init__(self) -> None:
-        for what, sizes, least in (
-            ("shape", self.shape, -1),
-            ("example", self.example_shape, 0),
-        ):
-            if any(type(size) is not int or size < least for size in sizes):
-                raise ArgumentError(
-                    f"input {self.name!r} has the {what} {sizes}: each size must be an integer of "
-                    "at least 0, or -1 in the shape for any size"
-                )
-        if not self._fits(self.example_shape):
-            raise ArgumentError(
-                f"input {self.name!r}: the example {self.example} does not fit the shape "
-                f"{self.shape}; it needs as many sizes, and the same ones but for -1"
-            )
-
-    @property
-    def is_guessed(self) -> bool:
-        """Whether the sizes of the example are not known to suit the model."""
-        return self.example is None and -1 in self.shape
-
-    @property
-    def example_shape(self) -> tuple[int, ...]:
-        if self.example is not None:
-            return self.example
-        return tuple(1 if size == -1 else size for size in self.shape)
-
-    @property
-    def example_bytes(self) -> int:
-        return math.prod(self.example_shape) * self.dtype.itemsize
-
-    def example_tensor(self) -> torch.Tensor:
-        """Return zeros of the example's shape."""
-        return torch.zeros(self.example_shape, dtype=self.dtype, device="cpu")
-
-    def check(self, tensor: torch.Tensor, model: str = "") -> None:
-        """Raise :class:`ArgumentError` unless `tensor` has this dtype and shape, which `model`
-        takes.
-        """
-        if not self._fits(tensor.shape) or tensor.dtype != self.dtype:
-            of, fixed = f"model {model!r}" if model else "the model", ""
-            if tensor.dtype == self.dtype and -1 not in self.shape and self.shape:
-                sizes = str((-1, *self.shape[1:]))
-                fixed = (
-                    "; its sizes, that of the batch included, were fixed when it was added: pass "
-                    f"({self.dtype}, {sizes}) instead of a tensor, or shape = [-1, ...] in the "
-                    "models file, for batches of any size"
-                )
-            raise ArgumentError(
-                f"input {self.name!r} is {tensor.dtype} {tuple(tensor.shape)}, {of} "
-                f"takes {self.dtype} {self.shape}{fixed}"
-            )
-
-    def _fits(self, shape: tuple[int, ...]) -> bool:
-        return len(shape) == len(self.shape) and all(
-            want in (-1, size) for want, size in zip(self.shape, shape, strict=True)
-        )
-
-
-InputLike = torch.Tensor | tuple[torch.dtype, Shape] | tuple[torch.dtype, Shape, Shape] | InputSpec
-
-#: The inputs of a model that generates, for requests of tensors and for its profile.
-PROMPT: dict[str, InputSpec] = {"input_ids": InputSpec("input_ids", torch.int64, (-1, -1), (1, 8))}
 
 
 @dataclass(frozen=True)
@@ -142,6 +60,7 @@ class StoredModel:
     max_delay_us: int = 0
     version: int = 0
     generating: Generating | None = None  # of a model that generates
+    encoding: Encoding | None = None  # of an encoder
 
     @cached_property
     def specs(self) -> dict[str, InputSpec]:
@@ -217,6 +136,7 @@ class ModelStore(Resource):
         max_batch_size: int = 0,
         max_delay_us: int = 0,
         generate: bool | GenerateOptions = False,
+        embed: bool = False,
         replace: bool = False,
     ) -> StoredModel:
         """Build a model and keep it.
@@ -242,6 +162,9 @@ class ModelStore(Resource):
             generate: whether it is a causal language model of transformers for
                 :meth:`Switcher.generate`, and how that is served. Without a factory, `weights` is
                 the folder of a Hugging Face snapshot. `inputs` are known.
+            embed: whether it is an encoder, which makes one vector of a text. `weights` is the
+                folder of a Hugging Face snapshot, of sentence-transformers too; there is no
+                factory. Its inputs are `input_ids` and `attention_mask`.
             replace: replace the model of this name, if there is one.
 
         Raises:
@@ -254,34 +177,26 @@ class ModelStore(Resource):
         check_name(name)
         if not replace:
             self._check_new(name)
-        if generate and inputs is None:
-            inputs = PROMPT
+        if inputs is None and (generate or embed):
+            inputs = PROMPT if generate else TEXTS
         if not isinstance(inputs, Mapping) or not inputs:
             raise ArgumentError(
                 f"model {name!r} needs its inputs, as a dict: a name and an example for each"
             )
-        specs = tuple(_input_spec(key, value) for key, value in inputs.items())
+        specs = tuple(input_spec(key, value) for key, value in inputs.items())
         _report_fixed(name, inputs)
         _check_batching(name, specs, max_batch_size, max_delay_us)
         # Not resolved: a link may lack the suffix.
         folder = None if weights is None else Path(weights).expanduser().absolute()
         with naming(f"model {name!r}"):
-            if factory is not None:
-                made = Factory.of(factory, kwargs, seed)
-                module = made.build_module()
-            elif generate and folder is not None:
-                made = snapshot_factory(folder, seed)
-                module = snapshot_module(made, folder)
-            else:
-                raise ArgumentError(
-                    "name a factory; only a model that generates can be without, if weights is the "
-                    "folder of a snapshot"
-                )
+            made, module = _built(factory, kwargs, folder, seed, bool(generate), embed)
         if factory is not None and folder is not None:
             _load_weights(name, module, folder, weights_prefix)
         with naming(f"model {name!r}"):
             layout, storages = layout_of(module)
-            of_text = None
+            of_text = encoding = None
+            if embed and folder is not None:
+                encoding = encoding_of(folder, module)
             if generate:
                 options = generate if isinstance(generate, GenerateOptions) else GenerateOptions()
                 of_text = generating(name, module, options, folder)
@@ -291,7 +206,7 @@ class ModelStore(Resource):
         segment = Segment.create(max(end_bytes, 1), f"torchrelay-model-{name}"[:200])
         batching = max_batch_size, max_delay_us
         model = StoredModel(
-            name, made, layout, tuple(offsets), segment, specs, *batching, generating=of_text
+            name, made, layout, tuple(offsets), segment, specs, *batching, 0, of_text, encoding
         )
         for index, storage in enumerate(storages):
             model.storage(index).copy_(storage.bytes())
@@ -368,6 +283,30 @@ def naming(what: str, unless: str = "\0") -> Iterator[None]:
         raise from_json(described) from error
 
 
+def _built(
+    factory: Callable[..., torch.nn.Module] | str | None,
+    kwargs: Mapping[str, Any] | None,
+    folder: Path | None,
+    seed: int,
+    generates: bool,
+    embeds: bool,
+) -> tuple[Factory, torch.nn.Module]:
+    """Return the factory of a model, and the module; of a snapshot, with its weights."""
+    if generates and embeds:
+        raise ArgumentError("generate and embed exclude each other")
+    if embeds and (factory is not None or folder is None):
+        raise ArgumentError("an encoder needs weights, the folder of a snapshot, and no factory")
+    if factory is not None:
+        made = Factory.of(factory, kwargs, seed)
+        return made, made.build_module()
+    if folder is None or not (generates or embeds):
+        raise ArgumentError(
+            "name a factory; only models that generate, and encoders, can be without, if weights "
+            "is the folder of a snapshot"
+        )
+    return (encoder_of if embeds else language_model_of)(folder, seed)
+
+
 def _report_fixed(name: str, inputs: Mapping[str, InputLike]) -> None:
     """Log that inputs given as tensors have no size of -1."""
     for key, value in inputs.items():
@@ -413,20 +352,3 @@ def _check_hidden(name: str, module: torch.nn.Module, storages: list[ModelStorag
                 "in a list, a helper object or a function: workers would not see the values of "
                 "`weights` there. Read it in forward, or make it an attribute of a module"
             )
-
-
-def _input_spec(name: str, value: InputLike) -> InputSpec:
-    if isinstance(value, InputSpec):
-        return dataclasses.replace(value, name=name)
-    if isinstance(value, torch.Tensor):
-        return InputSpec(name, value.dtype, tuple(value.shape))
-    try:
-        dtype, *shapes = value
-        if isinstance(dtype, torch.dtype):
-            return InputSpec(name, dtype, *map(tuple, shapes))
-    except TypeError:
-        pass
-    raise ArgumentError(
-        f"input {name!r} of type {type(value).__name__}: pass a tensor, (dtype, shape) or "
-        "(dtype, shape, example), such as (torch.float32, (-1, 64))"
-    )

@@ -14,6 +14,7 @@ from torchrelay.switching.worker._profile import Layer, Output, Profile, load_pr
 
 INPUT = 'inputs = [{ name = "x", datatype = "FP32", shape = [-1, 64] }]'
 GENERATE = '[models.m]\nkind = "generate"\nweights = "folder"\n'
+EMBED = GENERATE.replace("generate", "embed")
 MODEL = f'[models.m]\nfactory = "folder/file.py:make"\n{INPUT}\n'
 
 
@@ -77,6 +78,7 @@ def test_an_input_may_have_an_example(tmp_path: Path) -> None:
         (f"{MODEL}max_batch_size = -1\n", "max_batch_size: Expected `int` >= 0"),
         (f"{MODEL}keep_s = -1\n", "keep_s: Expected `float` >= 0.0"),
         (f'{MODEL}load = "later"\n', "load: "),
+        (f'{EMBED}factory = "f.py:make"', "an encoder needs weights, the folder of a snapshot"),
         *(
             (MODEL.replace("[models.m]", f'[models."{name}"]'), "not a valid name of a model")
             for name in ("", ".", "..", "a/b", "a b", "a\\u0000", "a\\nb", "%2e%2e")
@@ -125,6 +127,13 @@ def test_a_model_that_generates_has_limits_of_its_own(tmp_path: Path) -> None:
     }
 
 
+def test_an_encoder_is_its_snapshot(tmp_path: Path) -> None:
+    text = '[models.m]\nkind = "embed"\nweights = "folder"\n'
+    arguments = read(tmp_path, text).models["m"].arguments
+    assert arguments.pop("inputs").keys() == {"input_ids", "attention_mask"}
+    assert arguments == {"weights": tmp_path / "folder", "embed": True}
+
+
 def test_snapshots_are_served_by_the_names_of_their_folders(tmp_path: Path) -> None:
     for name in ("qwen-0.5", "other"):
         (tmp_path / name).mkdir()
@@ -132,6 +141,10 @@ def test_snapshots_are_served_by_the_names_of_their_folders(tmp_path: Path) -> N
     (entry,) = ModelsFile.of_snapshots(tmp_path).models.values()
     assert (entry.name, entry.load) == ("qwen-0.5", "request")
     assert entry.arguments["weights"] == tmp_path / "qwen-0.5"
+    assert entry.arguments["generate"] == GenerateOptions()
+    (tmp_path / "qwen-0.5" / "config.json").write_text('{"architectures": ["BertModel"]}')
+    (entry,) = ModelsFile.of_snapshots(tmp_path).models.values()
+    assert entry.arguments["embed"] is True
     (tmp_path / "no name").mkdir()
     (tmp_path / "no name" / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"not a valid name of a model.*rename"):
