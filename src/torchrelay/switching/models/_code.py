@@ -1,7 +1,8 @@
 """The Python files of a factory, as they were when its model was added.
 
 Every process that builds the model runs these, whatever has become of the files: the factory's file
-and what it imports from its folder, directly or not.
+and what it imports from the same folder of modules, directly or not. Installed packages are not
+captured.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import sys
+import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
-__all__ = ["Code", "Source", "capture", "digest_of", "run"]
+__all__ = ["Code", "Source", "capture", "digest_of", "file_of", "run"]
 
 
 class Source(NamedTuple):
@@ -32,23 +34,54 @@ class Source(NamedTuple):
 Code = tuple[Source, ...]  # the factory's file first
 
 
-def capture(file: str) -> Code:
-    """Return the code of a factory in `file`.
+def file_of(module: str) -> str | None:
+    """Return the file of `module` without importing anything; None if it is installed, built in or
+    not found.
+    """
+    parts = module.split(".")
+    spec = importlib.machinery.PathFinder.find_spec(parts[0])
+    if spec is None or parts[0] == "torchrelay":
+        return None
+    installed = [Path(path).resolve() for path in sysconfig.get_paths().values()]
+    for place in spec.submodule_search_locations or [spec.origin or ""]:
+        folder = Path(place).resolve().parent
+        if not any(folder.is_relative_to(one) for one in installed):
+            return _file_in(folder, parts)
+    return None
+
+
+def capture(file: str, module: str = "") -> Code:
+    """Return the code of a factory in `file`, which is imported as `module` if that has a name.
 
     Raises:
         OSError: it cannot be read.
     """
     digest = hashlib.sha256(file.encode()).hexdigest()[:16]
-    found = [Source(f"torchrelay_models_{digest}", file, Path(file).read_bytes())]
+    found = [Source(module or f"torchrelay_models_{digest}", file, Path(file).read_bytes())]
+    is_package = bool(module) and Path(file).name == "__init__.py"
+    folder = Path(file).parents[module.count(".") + is_package]
     names = {found[0].name}
     for source in found:  # grows
-        for name in _imported(source):
-            path = Path(file).parent.joinpath(*name.split("."))
-            for one in (path / "__init__.py", path.with_name(f"{path.name}.py")):
-                if name not in names and one.is_file() and name != "torchrelay":
-                    names.add(name)
-                    found.append(Source(name, str(one), one.read_bytes()))
+        for name in (*_with_packages(source.name), *_imported(source)):
+            if name in names or name == "torchrelay":
+                continue
+            if path := _file_in(folder, name.split(".")):
+                names.add(name)
+                found.append(Source(name, path, Path(path).read_bytes()))
     return tuple(found)
+
+
+def _file_in(folder: Path, parts: list[str]) -> str | None:
+    """Return the file of a package or module below `folder`, if there is one."""
+    path = folder.joinpath(*parts)
+    files = (path / "__init__.py", path.with_name(f"{path.name}.py"))
+    return next((str(one) for one in files if one.is_file()), None)
+
+
+def _with_packages(name: str) -> Iterator[str]:
+    """Yield the packages of a module from the outermost, then its name."""
+    parts = name.split(".")
+    yield from (".".join(parts[: end + 1]) for end in range(len(parts)))
 
 
 def digest_of(code: Code) -> str:
@@ -65,7 +98,7 @@ def run(code: Code) -> ModuleType:
     if code not in _modules:
         older = [one.name for one in code if _texts.sources.get(one.name, one) != one]
         for one in code:
-            if older or one is code[0]:
+            if older:
                 sys.modules.pop(one.name, None)
             _texts.sources[one.name] = one
         if _texts not in sys.meta_path:
@@ -91,8 +124,7 @@ def _imported(source: Source) -> Iterator[str]:
             base += node.module.split(".") if node.module else []
             names = [".".join([*base, alias.name]) for alias in node.names]
         for name in names:
-            parts = name.split(".")
-            yield from (".".join(parts[: end + 1]) for end in range(len(parts)))
+            yield from _with_packages(name)
 
 
 class _Texts(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):

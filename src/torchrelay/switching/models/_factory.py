@@ -25,7 +25,7 @@ import torch
 
 from torchrelay import _torch
 from torchrelay.errors import ArgumentError, DeferredError, ModelError, UnsupportedError
-from torchrelay.switching.models._code import Code, capture, run
+from torchrelay.switching.models._code import Code, capture, file_of, run
 
 _log = logging.getLogger("torchrelay.switching")
 
@@ -42,7 +42,7 @@ class Factory:
     reference: str
     kwargs: dict[str, Any] = field(default_factory=dict)
     seed: int = 0
-    code: Code = ()  # of the file, as it was when the function was named
+    code: Code = ()  # of the files, as they were when the function was named
 
     @classmethod
     def of(
@@ -61,12 +61,14 @@ class Factory:
         if not colon:
             raise ArgumentError(f"{reference!r} names no function: write package.module:function")
         code: Code = ()
-        if module.endswith(".py"):
-            reference = f"{Path(module).resolve()}:{path}"  # for workers in other folders too
-            try:
+        try:
+            if module.endswith(".py"):
+                reference = f"{Path(module).resolve()}:{path}"  # for workers in other folders too
                 code = capture(str(Path(module).resolve()))
-            except OSError as error:
-                raise ArgumentError(f"cannot load {reference}: {error}") from error
+            elif file := file_of(module):
+                code = capture(file, module)
+        except OSError as error:
+            raise ArgumentError(f"cannot load {reference}: {error}") from error
         plain = dict(kwargs or {})
         try:
             same = json.loads(json.dumps(plain)) == plain

@@ -247,20 +247,27 @@ def test_a_file_that_fails_when_it_is_imported_is_an_error_of_the_model(
         store.add("m", f"{file}:net", inputs={"x": TOKENS})
 
 
-def test_a_version_is_its_code_and_weights(tmp_path: Path) -> None:
+@pytest.mark.parametrize("named_by", ["file", "module", "package"])
+def test_a_version_is_its_code_and_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named_by: str
+) -> None:
     """What was built before goes on as it was, whatever the files are now."""
+    monkeypatch.syspath_prepend(tmp_path)
     code = "import torch\nfrom {module} import K\ndef net():\n    return torch.nn.Linear(1, K)\n"
-    main, part = tmp_path / "net.py", tmp_path / "parts" / "width.py"
+    modules = {"file": "net", "module": "net_alone", "package": "own_nets.deep.net"}
+    main = tmp_path.joinpath(*modules[named_by].split(".")).with_suffix(".py")
+    main.parent.mkdir(parents=True, exist_ok=True)
+    part = tmp_path / f"parts_of_{named_by}" / "width.py"
     part.parent.mkdir()
     (part.parent / "__init__.py").write_text("from .width import K\n")
-    main.write_text(code.format(module="parts"))
+    main.write_text(code.format(module=part.parent.name))
     x = torch.ones(1, 1)
     added: list[tuple[int, StoredModel]] = []
     with ModelStore() as store:
 
         def add(width: int, seed: int = 0) -> int:
-            reference = f"{main}:net"
-            model = store.add("m", reference, inputs={"input": x}, seed=seed, replace=True)
+            reference = main if named_by == "file" else modules[named_by]
+            model = store.add("m", f"{reference}:net", inputs={"input": x}, seed=seed, replace=True)
             added.append((width, model))
             assert all(bound(one)(x).shape == (1, width) for width, one in added)
             return model.version
@@ -269,7 +276,7 @@ def test_a_version_is_its_code_and_weights(tmp_path: Path) -> None:
         assert (add(1), add(1)) == (1, 1)
         part.write_text("K = 2\n")
         assert (add(2), add(2), add(2, seed=1)) == (2, 2, 3)
-        main.write_text(code.format(module="parts.width"))
+        main.write_text(code.format(module=f"{part.parent.name}.width"))
         assert add(2, seed=1) == 4
         part.write_text("K = 1\n")
         assert add(1) == 5
