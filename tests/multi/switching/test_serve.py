@@ -395,6 +395,29 @@ def test_a_model_is_loaded_at_its_first_request_and_unloaded_when_it_is_idle(
     assert list(server.folder.glob("cache/torchrelay/switching/*.json")), "profiles are kept"
 
 
+def test_a_model_that_comes_into_the_file_is_served(server: Server) -> None:
+    """A request for it finds it, and a load reads its table again; nothing else changes."""
+    file, url = server.folder / "models.toml", server.url
+    before = file.read_text()
+    table = before[before.index("[models.lazy]") : before.index("[models.faulty]")]
+    request = json.dumps({"inputs": [{**X, "name": "input", "shape": [1, 4], "data": [1.0] * 4}]})
+    try:
+        file.write_text(before + table.replace("lazy", "late"))
+        eventually(lambda: b'"late"' in get(url, "/v2/models")[1])
+        assert post(url, "/v2/models/late/infer", request.encode())[0] == 200
+        file.write_text(before + table.replace("lazy", "late").replace("imports:", "nowhere:"))
+        status, answer = post(url, "/v2/repository/models/late/load", b"")
+        assert status == 400 and "cannot load nowhere:make" in answer["error"]
+        file.write_text(before + "[models.late]\nfactory = 1\n")
+        status, answer = post(url, "/v2/repository/models/late/load", b"")
+        assert status == 400 and "models.late" in answer["error"]
+        file.write_text(before + table.replace("lazy", "late"))
+        assert post(url, "/v2/repository/models/late/load", b"")[0] == 200
+        assert post(url, "/v2/repository/models/late/unload", b"")[0] == 200
+    finally:
+        file.write_text(before)
+
+
 def test_statistics_and_configurations(url: str) -> None:
     def statistics() -> dict[str, Any]:
         (found,) = json.loads(get(url, "/v2/models/chain/stats")[1])["model_stats"]

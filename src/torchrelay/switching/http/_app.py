@@ -76,14 +76,16 @@ class Application:
         store: ModelStore,
         entries: dict[str, ModelEntry],
         settings: Switching,
+        read_again: Callable[[], dict[str, ModelEntry]] | None = None,
     ) -> None:
         """Serve `switcher` and `store`, which the caller closes.
 
         Args:
             entries: the models that clients may load by name, if `settings` allow it.
+            read_again: returns those that there are now; raises :class:`ConfigError`.
         """
         self.limits = Limits(settings.request_bytes + _HEADER_BYTES)
-        self.repository = Repository(switcher, store, entries)
+        self.repository = Repository(switcher, store, entries, read_again)
         self._guard = Guard(settings)
         self._logs_access = settings.access_log
         calls = Endpoints(switcher, self.repository, self.limits, settings.repository_control)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -86,6 +87,7 @@ class ModelsFile:
     folder: Path
     server: Switching
     models: dict[str, ModelEntry]
+    read_again: Callable[[], dict[str, ModelEntry]]  # returns the models that it has now
     folders: tuple[Path, ...] = field(default=())  # of all files, where their imports are found
 
     @classmethod
@@ -117,7 +119,7 @@ class ModelsFile:
         origin, given = server or (path, {})
         settings = load(Switching, file=given, origin=f"{origin}: [server]")
         folders = tuple(dict.fromkeys(file.resolve().parent for file in files))
-        return cls(folders[0], settings, models, folders)
+        return cls(folders[0], settings, models, lambda: cls.read(path).models, folders)
 
     @classmethod
     def of_snapshots(cls, folder: Path) -> ModelsFile:
@@ -131,7 +133,8 @@ class ModelsFile:
         if not found:
             raise ConfigError(f"{folder} has no snapshots: folders with a config.json")
         entries = {one.name: _snapshot(one.absolute()) for one in found}
-        return cls(folder.absolute(), load(Switching), entries)
+        folder = folder.absolute()
+        return cls(folder, load(Switching), entries, lambda: cls.of_snapshots(folder).models)
 
 
 def _snapshot(folder: Path) -> ModelEntry:

@@ -8,10 +8,11 @@ import asyncio
 import logging
 import time
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
-from torchrelay.errors import NotFoundError, OperationTimeoutError, TorchRelayError
+from torchrelay.errors import ConfigError, NotFoundError, OperationTimeoutError, TorchRelayError
 from torchrelay.switching._switcher import Switcher
 from torchrelay.switching.http._models_file import ModelEntry
 from torchrelay.switching.models._inputs import InputSpec
@@ -21,6 +22,7 @@ from torchrelay.switching.worker._profile import Output
 __all__ = ["Description", "Repository"]
 
 _log = logging.getLogger("torchrelay.switching")
+_LOOK_AGAIN_S = 1.0  # between two looks for models that are not known
 
 
 class Description(NamedTuple):
@@ -37,13 +39,20 @@ class Repository:
     """The models of a file over one switcher and its store. Used in the switcher's event loop."""
 
     def __init__(
-        self, switcher: Switcher, store: ModelStore, entries: dict[str, ModelEntry]
+        self,
+        switcher: Switcher,
+        store: ModelStore,
+        entries: dict[str, ModelEntry],
+        read_again: Callable[[], dict[str, ModelEntry]] | None = None,
     ) -> None:
+        """Serve `entries`, and those of `read_again`, which reads what the file holds now."""
         self.entries = entries
+        self._read_again = read_again or (lambda: entries)
+        self._looked_s = -_LOOK_AGAIN_S
         self._switcher = switcher
         self._store = store
         # Loads of one model run one after the other.
-        self._loaders = {name: ThreadPoolExecutor(1, f"torchrelay-load-{name}") for name in entries}
+        self._loaders: dict[str, ThreadPoolExecutor] = {}
         self._loading: dict[str, Future[None]] = {}
         self._retired: set[str] = set()  # models that were unloaded because they were idle
         self._running: Counter[str] = Counter()
@@ -51,6 +60,8 @@ class Repository:
 
     def is_on_request(self, name: str) -> bool:
         """Return whether a request to the model, which is not loaded, loads it."""
+        if name not in self.entries:
+            self._look_again()
         entry = self.entries.get(name)
         return entry is not None and (entry.load == "request" or name in self._retired)
 
@@ -62,6 +73,7 @@ class Repository:
 
     def names(self) -> list[str]:
         """Return the names of all models: of the file, and of the store."""
+        self._look_again()
         return sorted({*self.entries, *self._store.names(), *self._switcher.models()})
 
     def describe(self, name: str, version: str = "") -> Description:
@@ -105,11 +117,13 @@ class Repository:
             ) from error
 
     def load(self, name: str) -> Future[None]:
-        """Start to load or reload a model of the file.
+        """Start to load or reload a model as the file describes it now.
 
         Raises:
+            ConfigError: the file cannot be read.
             NotFoundError: the file has no such model.
         """
+        self.entries.update(self._read_again())
         entry = self._entry(name)
 
         def run() -> None:
@@ -119,6 +133,8 @@ class Repository:
             self._switcher.load(name, priority=entry.priority)
             _log.info("model %r: ready after %.3g s", name, time.monotonic() - start)
 
+        if name not in self._loaders:
+            self._loaders[name] = ThreadPoolExecutor(1, f"torchrelay-load-{name}")
         future = self._loading[name] = self._loaders[name].submit(run)
         loop = asyncio.get_running_loop()
         future.add_done_callback(lambda one: loop.call_soon_threadsafe(self._loaded, name, one))
@@ -167,10 +183,19 @@ class Repository:
                         continue
                     self._retired.add(name)
 
+    def _look_again(self) -> None:
+        """Add the models that have come into the file, if it was not just looked at."""
+        now = time.monotonic()
+        if now - self._looked_s < _LOOK_AGAIN_S:
+            return
+        self._looked_s = now
+        try:
+            self.entries = {**self._read_again(), **self.entries}
+        except ConfigError as error:
+            _log.warning("no model was added: %s", error)
+
     def _entry(self, name: str) -> ModelEntry:
         if name not in self.entries:
             names = ", ".join(sorted(self.entries)) or "none"
-            raise NotFoundError(
-                f"the models file has no model {name!r}; at the start of the server it had {names}"
-            )
+            raise NotFoundError(f"the models file has no model {name!r}; it has {names}")
         return self.entries[name]

@@ -54,7 +54,7 @@ def serve(file: ModelsFile, *, report: Callable[[str], None] = print) -> None:
     ):
         scheme = "https" if options.tls_certificate else "http"
         address = f"{scheme}://{options.host}:{listener.getsockname()[1]}"
-        app = Application(switcher, store, file.models, options)
+        app = Application(switcher, store, file.models, options, file.read_again)
         server = HttpServer(
             app,
             app.limits,

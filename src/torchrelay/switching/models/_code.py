@@ -32,6 +32,7 @@ class Source(NamedTuple):
 
 
 Code = tuple[Source, ...]  # the factory's file first
+_NEVER = {"torchrelay", *sys.stdlib_module_names}  # a file of such a name is not what is imported
 
 
 def file_of(module: str) -> str | None:
@@ -40,7 +41,7 @@ def file_of(module: str) -> str | None:
     """
     parts = module.split(".")
     spec = importlib.machinery.PathFinder.find_spec(parts[0])
-    if spec is None or parts[0] == "torchrelay":
+    if spec is None or parts[0] in _NEVER:
         return None
     installed = [Path(path).resolve() for path in sysconfig.get_paths().values()]
     for place in spec.submodule_search_locations or [spec.origin or ""]:
@@ -63,7 +64,7 @@ def capture(file: str, module: str = "") -> Code:
     names = {found[0].name}
     for source in found:  # grows
         for name in (*_with_packages(source.name), *_imported(source)):
-            if name in names or name == "torchrelay":
+            if name in names or name.partition(".")[0] in _NEVER:
                 continue
             if path := _file_in(folder, name.split(".")):
                 names.add(name)
