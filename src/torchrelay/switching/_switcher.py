@@ -100,16 +100,20 @@ class Switcher(Resource):
             self._cache.close()
             raise
 
-    def load(self, name: str, *, priority: int = 0, timeout_s: float = 300.0) -> None:
+    def load(
+        self, name: str, *, priority: int = 0, pinned: bool = False, timeout_s: float = 300.0
+    ) -> None:
         """Serve the store's model `name`, replacing an older version; blocks until it can answer.
 
         Args:
             priority: models of higher priority stay in the arena longer; from -1000 to 1000.
+            pinned: it stays in the arena, from when what is in its place has ended, and others
+                share what is left.
 
         Raises:
             ArgumentError: the priority is out of bounds, or FakeTensorMode is on.
-            CapacityError: the model is larger than the arena, or its example inputs than
-                `request_bytes`.
+            CapacityError: the model is larger than what pinned ones leave of the arena, or leaves
+                too little for another; or its example inputs are larger than `request_bytes`.
             ModelError: its factory or its first run failed.
             NotFoundError: the store has no such model.
             OperationTimeoutError: it was not ready after `timeout_s`.
@@ -125,7 +129,7 @@ class Switcher(Resource):
         source = model.bytes(0, model.size_bytes)
         self._link.register(source)  # the catalog undoes it when it has forgotten the model
         try:
-            ready = self._owner.call(lambda: self._daemon.add_model(model, priority))
+            ready = self._owner.call(lambda: self._daemon.add_model(model, priority, pinned))
         except Exception:  # after Ctrl-C it may be loaded
             self._link.unregister(source)
             raise

@@ -510,6 +510,31 @@ def test_loading_again_serves_the_new_version_and_unloading_frees_the_arena(
     assert torch.equal(switcher.infer("chain3", ones)["output"], old)
 
 
+def test_a_pinned_model_stays_while_others_take_turns(
+    switcher: Switcher, store: ModelStore
+) -> None:
+    computing = switcher.submit("slow", slow_inputs(0.2))
+    switcher.load("chain0", pinned=True, timeout_s=WAIT_S)  # whose place the other may be in
+    try:
+        eventually(lambda: switcher.status()["blocks"][0]["model"] == "chain0")
+        for name in NAMES[:4] * 2:
+            inputs = inputs_of(name, random.Random(0))
+            with torch.inference_mode():
+                expected = eager(name)(**inputs)
+            torch.testing.assert_close(switcher.infer(name, inputs)["output"], expected)
+            assert switcher.is_resident("chain0")
+        assert computing.done()
+        with pytest.raises(CapacityError, match=r"'chain1', pinned, leaves .*; model 'chain"):
+            switcher.load("chain1", pinned=True)
+        with pytest.raises(CapacityError, match="beside pinned models; start with larger"):
+            switcher.load("large")
+    finally:
+        switcher.load("chain0", timeout_s=WAIT_S)
+    for name in ("chain2", "chain3"):
+        switcher.infer(name, {"x": torch.ones(1, 64)})
+    assert not switcher.is_resident("chain0")
+
+
 def test_requests_leave_no_memory_behind(switcher: Switcher) -> None:
     """What is not given back grows in every round; imports and workers that start grow in one."""
 

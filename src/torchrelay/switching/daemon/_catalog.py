@@ -49,24 +49,20 @@ class Catalog:
     _leaving: dict[str, list[StoredModel]] = field(default_factory=dict, init=False)
     _builds: dict[WorkerProcess, Served] = field(default_factory=dict, init=False)
 
-    def add(self, model: StoredModel, priority: int) -> Future[None]:
+    def add(self, model: StoredModel, priority: int, is_pinned: bool) -> Future[None]:
         """Serve `model`, replacing one of its name; the future is done when a request can run.
 
         Raises:
-            CapacityError: it is larger than the arena.
+            CapacityError: it is larger than what others leave of the arena.
         """
         whole = Grouped.one_group(model.layout)
-        arena_bytes = self.residency.arena.size_bytes
-        if not self._fits(whole):
-            raise CapacityError(
-                f"model {model.name!r} takes {model.size_bytes} bytes, the arena has "
-                f"{arena_bytes}; start with larger arena_bytes"
-            )
+        self._check_room(model, whole, is_pinned)
         if model.name in self.models:
             self.remove(model.name, "was replaced")
         profile = load_profile(self._profile_file(model), len(model.layout.storages))
-        grouped = whole if profile is None else self._best(model, profile)
-        served = self.models[model.name] = Served(model, grouped, priority, profile)
+        grouped = whole if profile is None or is_pinned else self._best(model, profile)
+        served = Served(model, grouped, priority, profile, is_pinned)
+        self.models[model.name] = served
         return served.ready
 
     def remove(self, name: str, reason: str = "was unloaded") -> None:
@@ -80,6 +76,8 @@ class Catalog:
             raise NotFoundError(f"there is no model {name!r} to unload")
         error, is_new = NotFoundError(f"model {name!r} {reason}"), served.is_new
         served.leave(error)
+        if served.is_pinned:
+            self.residency.arena.unkeep()  # the others move together
         self._fail_requests(served, error)
         self._leaving.setdefault(name, []).append(served.model)
         for worker, building in list(self._builds.items()):
@@ -128,11 +126,26 @@ class Catalog:
         for name, served in self.models.items():
             if served.state is not State.PROFILING or served.profile is None:
                 continue
-            if self.residency.is_unused(name):
+            if served.is_pinned:
+                served.regroup(served.grouped)
+            elif self.residency.is_unused(name):
                 grouped = self._best(served.model, served.profile)
                 if grouped != served.grouped:
                     self.residency.arena.evict(name)
                 served.regroup(grouped)
+
+    def keep(self, make_way: Callable[[], None]) -> bool:
+        """Give pinned models their places; return False, and let others make way, if one has none
+        yet.
+        """
+        for name, served in self.models.items():
+            is_placed = not served.is_pinned or self.residency.arena.is_kept(name)
+            if is_placed or name in self._leaving:
+                continue
+            if not self.residency.keep(served):
+                make_way()
+                return False
+        return True
 
     def build(self, pause_training: Callable[[], None]) -> None:
         """Let one idle worker build a module that it lacks; the others serve meanwhile.
@@ -252,11 +265,36 @@ class Catalog:
     def _best(self, model: StoredModel, profile: Profile) -> Grouped:
         """Return the groups that are best by the profile, and fit the arena."""
         grouped = grouped_by_profile(model.layout, profile, self.costs, self.options.grouping)
-        return grouped if self._fits(grouped) else Grouped.one_group(model.layout)
+        is_fitting = self._arena_bytes(grouped) <= self._left_bytes(model.name)
+        return grouped if is_fitting else Grouped.one_group(model.layout)
 
-    def _fits(self, grouped: Grouped) -> bool:
-        arena = self.residency.arena
-        return grouped.starts(arena.granule_bytes)[-1] <= arena.size_bytes
+    def _check_room(self, model: StoredModel, whole: Grouped, is_pinned: bool) -> None:
+        """Raise :class:`CapacityError` unless the model, and each other one beside it if it is
+        pinned, has room beside those that are pinned.
+        """
+        left, size_bytes = self._left_bytes(model.name), self._arena_bytes(whole)
+        if size_bytes > left:
+            raise CapacityError(
+                f"model {model.name!r} takes {model.size_bytes} bytes, the arena has {left} beside "
+                "pinned models; start with larger arena_bytes"
+            )
+        others = [one for name, one in self.models.items() if name != model.name]
+        for one in others if is_pinned else []:
+            needed = 0 if one.is_pinned else self._arena_bytes(one.grouped)
+            if needed > left - size_bytes:
+                raise CapacityError(
+                    f"model {model.name!r}, pinned, leaves {left - size_bytes} bytes of the arena; "
+                    f"model {one.name!r} takes {needed}: start with larger arena_bytes"
+                )
+
+    def _arena_bytes(self, grouped: Grouped) -> int:
+        return grouped.starts(self.residency.arena.granule_bytes)[-1]
+
+    def _left_bytes(self, name: str) -> int:
+        """Return the bytes that pinned models other than `name` leave of the arena."""
+        pinned = [one for one in self.models.values() if one.is_pinned and one.name != name]
+        taken = sum(self._arena_bytes(one.grouped) for one in pinned)
+        return self.residency.arena.size_bytes - taken
 
     def _profile_file(self, model: StoredModel) -> Path | None:
         """Return where the profile is kept: it depends on machine, device, threads and torch."""

@@ -87,10 +87,10 @@ class Daemon:
         self.residency.on_arrived = self._on_arrived
         self.residency.on_failed = self._on_copy_failed
 
-    def add_model(self, model: StoredModel, priority: int) -> Future[None]:
+    def add_model(self, model: StoredModel, priority: int, is_pinned: bool) -> Future[None]:
         """Serve `model`; the future is done when a request can run."""
         self._check_open()
-        return self.catalog.add(model, priority)
+        return self.catalog.add(model, priority, is_pinned)
 
     def submit(self, request: Request) -> None:
         """Queue `request`, or fail its future.
@@ -165,6 +165,18 @@ class Daemon:
         broken = self.fleet.broken
         if broken is not None:
             self.catalog.fail_all(broken)
+        if self.catalog.keep(self._make_way):
+            self._start_next()
+        return min(
+            self.generation.wakes_at,
+            self.queue.next_deadline,
+            self.fleet.next_check(),
+            self.dispatcher.batch_starts_at,
+            self._draining_until,
+        )
+
+    def _start_next(self) -> None:
+        """Start what has its turn, if nothing runs; copy what comes after it."""
         if self.dispatcher.run is None and self.generation.decide(
             self.dispatcher.rank(), self.training.pause
         ):
@@ -173,13 +185,6 @@ class Daemon:
             self._prefetch()
         elif not (self.queue or self.generation.sequences or self.is_draining):
             self.training.start_next()
-        return min(
-            self.generation.wakes_at,
-            self.queue.next_deadline,
-            self.fleet.next_check(),
-            self.dispatcher.batch_starts_at,
-            self._draining_until,
-        )
 
     def _make_way(self) -> None:
         """Let whatever runs for long end soon, as a worker is needed."""

@@ -113,6 +113,16 @@ class Residency:
         self.arena.release(served.name)
         return True
 
+    def keep(self, served: Served) -> bool:
+        """Keep the model in the arena until :meth:`Arena.unkeep`, and start copying it; False if
+        others are in the way.
+        """
+        if not self.arena.keep(served.name, served.grouped.sizes[0]):
+            self.cancel_copies()
+            return False
+        self.report_dropped()
+        return self.prefetch(served)
+
     def report_dropped(self) -> None:
         """Call :attr:`on_dropped` if groups have lost their bytes since the last time."""
         if self.arena.dropped:

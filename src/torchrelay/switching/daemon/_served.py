@@ -40,6 +40,7 @@ class Served:
     grouped: Grouped
     priority: int
     profile: Profile | None = None
+    is_pinned: bool = False  # it is one group that stays in the arena
     state: State = field(default=State.LOADING, init=False)
     error: TorchRelayError | None = field(default=None, init=False)  # why it is FAILED
     ready: Future[None] = field(default_factory=Future, init=False)  # done once it is READY or not

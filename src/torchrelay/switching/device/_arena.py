@@ -49,6 +49,7 @@ class _Tenant:
     offsets: tuple[int, ...] = ()  # of the blocks, if there is one for each group
     ready: set[int] = field(default_factory=set)
     pins: int = 0
+    is_kept: bool = False  # by one of the pins
     priority: int = 0
     last_used: int = 0
 
@@ -139,6 +140,53 @@ class Arena:
         if tenant.pins == 0:
             for group in tenant.blocks.keys() - tenant.ready:
                 self._drop(model, group)
+
+    def is_kept(self, model: str) -> bool:
+        tenant = self._tenants.get(model)
+        return tenant is not None and tenant.is_kept
+
+    def keep(self, model: str, size_bytes: int) -> bool:
+        """Give `model`, which is one group, a place where it stays pinned until :meth:`unkeep`,
+        beside others that stay, so that what is left is one run of bytes.
+
+        Returns False, with nothing changed, if a pinned model is in the way: try again after a
+        release.
+        """
+        size_bytes = align(size_bytes, self.granule_bytes)
+        kept = (
+            block
+            for tenant in self._tenants.values()
+            for block in tenant.blocks.values()
+            if tenant.is_kept
+        )
+        start = next(
+            one.offset_bytes
+            for one in self._tiled(kept)
+            if not one.model and one.size_bytes >= size_bytes
+        )
+        place = ArenaBlock(start, size_bytes, model)
+        hit = [
+            one
+            for one in self.blocks()
+            if one.model == model
+            or (one.model and one.offset_bytes < place.end_bytes and one.end_bytes > start)
+        ]
+        if any(self._tenants[one.model].pins for one in hit):
+            return False
+        if hit != [place]:
+            for one in hit:
+                self._drop(one.model, one.group)
+            self._tenants[model] = _Tenant({0: place}, (start,))
+        tenant = self._tenants[model]
+        tenant.pins, tenant.is_kept = 1, True
+        self._touch(tenant)
+        return True
+
+    def unkeep(self) -> None:
+        """Let no model stay. Those that are to are kept again, side by side."""
+        for name in [name for name, tenant in self._tenants.items() if tenant.is_kept]:
+            self._tenants[name].is_kept = False
+            self.release(name)
 
     def evict(self, model: str) -> None:
         """Free every group of `model`, if it has any.

@@ -49,6 +49,7 @@ class _Model(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     weights_prefix: str = ""
     seed: int = 0
     priority: int = 0
+    pinned: bool = False
     load: bool | Literal["request"] = True
     keep_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
     max_batch_size: _Count = 0
@@ -72,6 +73,7 @@ class ModelEntry:
     priority: int = 0
     load: bool | str = True  # at the start; "request": at the first request
     keep_s: float = 0.0  # unload it after so long without a request; 0: never
+    pinned: bool = False
 
     def add_to(self, store: ModelStore) -> None:
         """Build the model into `store`, in place of an older one."""
@@ -174,7 +176,7 @@ def _parsed(file: Path) -> _File:
 
 def _entry(file: Path, name: str, model: _Model) -> ModelEntry:
     where, folder = f"{file}: [models.{name}]", file.resolve().parent
-    own = ("kind", "inputs", "priority", "load", "keep_s")
+    own = ("kind", "inputs", "priority", "pinned", "load", "keep_s")
     given = {key: value for key, value in msgspec.to_builtins(model).items() if key not in own}
     options = {key: given.pop(key) for key in _OF_GENERATE if key in given}
     module, colon, function = model.factory.rpartition(":")
@@ -207,7 +209,7 @@ def _entry(file: Path, name: str, model: _Model) -> ModelEntry:
         raise ConfigError(f"{where} factory: name the function that builds the model")
     else:
         given["inputs"] = _inputs(f"{where} inputs", model.inputs)
-    return ModelEntry(name, given, model.priority, model.load, model.keep_s)
+    return ModelEntry(name, given, model.priority, model.load, model.keep_s, model.pinned)
 
 
 def _inputs(where: str, given: list[_Input]) -> dict[str, InputSpec]:

@@ -130,7 +130,7 @@ class Repository:
             start = time.monotonic()
             _log.info("model %r: building it", name)
             entry.add_to(self._store)
-            self._switcher.load(name, priority=entry.priority)
+            self._switcher.load(name, priority=entry.priority, pinned=entry.pinned)
             _log.info("model %r: ready after %.3g s", name, time.monotonic() - start)
 
         if name not in self._loaders:

@@ -101,7 +101,7 @@ def _load(
         for entry in file.models.values():
             if entry.load is True:
                 entry.add_to(store)
-                switcher.load(entry.name, priority=entry.priority)
+                switcher.load(entry.name, priority=entry.priority, pinned=entry.pinned)
                 report(f"{entry.name}: {store.get(entry.name).size_bytes / 2**20:.1f} MiB, ready")
 
 

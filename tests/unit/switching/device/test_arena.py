@@ -168,3 +168,24 @@ TestArenaMachine = ArenaMachine.TestCase
 TestArenaMachine.settings = settings(
     max_examples=40, stateful_step_count=30, derandomize=True, deadline=None
 )
+
+
+def test_models_that_are_kept_lie_side_by_side_and_leave_one_run() -> None:
+    arena = Arena(6 * UNIT)
+    assert arena.reserve("busy", [UNIT]) is not None
+    fill(arena, "other", [UNIT])
+    assert not arena.keep("a", 2 * UNIT)  # the busy one is in the way
+    arena.release("busy")
+    assert arena.keep("a", 2 * UNIT) and arena.keep("b", UNIT)
+    assert {one for one, _ in arena.dropped} == {"busy", "other"}
+    assert arena.reserve("c", [4 * UNIT]) is None
+    placement = arena.reserve("c", [3 * UNIT])  # all that is left
+    assert placement is not None and placement.offsets == (3 * UNIT,)
+    arena.release("c")
+    for name in "ab":
+        arena.mark_ready(name, 0)
+    arena.unkeep()
+    arena.evict("a")
+    assert arena.keep("b", UNIT) and not arena.is_resident("b", 1)  # it has moved
+    assert [one.model for one in arena.blocks()][:2] == ["b", ""]
+    assert arena.keep("b", UNIT) is False  # it is pinned already

@@ -117,9 +117,9 @@ def test_a_folder_of_files_is_read_as_one(tmp_path: Path) -> None:
 
 
 def test_a_model_that_generates_has_limits_of_its_own(tmp_path: Path) -> None:
-    keys = "max_context = 100\nmax_batch_size = 4\nweight = 2.0\nkeep_s = 60\n"
+    keys = "max_context = 100\nmax_batch_size = 4\nweight = 2.0\nkeep_s = 60\npinned = true\n"
     entry = read(tmp_path, f"{GENERATE}{keys}").models["m"]
-    assert entry.keep_s == 60.0
+    assert entry.keep_s == 60.0 and entry.pinned
     assert entry.arguments == {
         "weights": tmp_path / "folder",
         "generate": GenerateOptions(max_context=100, max_batch_size=4, weight=2.0),
