@@ -31,6 +31,10 @@ def parameter() -> list[torch.nn.Parameter]:
     return [torch.nn.Parameter(torch.ones(1))]
 
 
+def sgd() -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameter(), lr=0.1)
+
+
 @pytest.mark.parametrize(
     ("call", "known"),
     [
@@ -40,14 +44,14 @@ def parameter() -> list[torch.nn.Parameter]:
         (lambda **wrong: parameters.Table.create(4, 2, **wrong), "init"),
         (parameters.optim.adam, "betas"),
         (lambda **wrong: training.AnyPrecisionAdamW(parameter(), **wrong), "momentum_dtype"),
-        (
-            lambda **wrong: training.SlowMomentumOptimizer(
-                torch.optim.SGD(parameter(), lr=0.1), **wrong
-            ),
-            "slowmo_freq",
-        ),
+        (lambda **wrong: training.SlowMomentumOptimizer(sgd(), **wrong), "slowmo_freq"),
         (lambda **wrong: training.SlowMoState(None, **wrong), "sync_grads"),
         (training.GossipGraDState, "topology"),
+        (lambda **wrong: training.DiLoCo([], sgd(), sgd(), 1, **wrong), "fragment_sync_delay"),
+        (
+            lambda **wrong: training.LocalSGD(torch.nn.Identity(), sgd(), 1, **wrong),
+            "process_group",
+        ),
         (lambda **wrong: checkpoint.save({}, "nowhere", **wrong), "keep"),
         (lambda **wrong: checkpoint.async_save({}, "nowhere", **wrong), "keep"),
         (lambda **wrong: checkpoint.load({}, "nowhere", **wrong), "strict"),

@@ -1,12 +1,15 @@
-"""Training utilities of torchdistX: an optimizer, and gradient reductions that communicate less.
+"""Training utilities: an optimizer, and algorithms that communicate less. Those of torchdistX, and
+LocalSGD and DiLoCo.
 
 AnyPrecision: :class:`AnyPrecisionAdamW`.
 SlowMo: :class:`SlowMoState`, :func:`slowmo_hook`, :class:`SlowMomentumOptimizer`.
+LocalSGD and DiLoCo: :class:`LocalSGD`, :class:`DiLoCo`.
 GossipGraD: :class:`GossipGraDState`, :class:`GossipTopology`, :func:`gossip_grad_hook`,
 :func:`get_num_modules`.
 """
 
 from torchrelay.training._any_precision import AnyPrecisionAdamW
+from torchrelay.training._diloco import DiLoCo, LocalSGD
 from torchrelay.training._gossip import (
     GossipGraDState,
     GossipTopology,
@@ -17,8 +20,10 @@ from torchrelay.training._slowmo import SlowMomentumOptimizer, SlowMoState, slow
 
 __all__ = [
     "AnyPrecisionAdamW",
+    "DiLoCo",
     "GossipGraDState",
     "GossipTopology",
+    "LocalSGD",
     "SlowMoState",
     "SlowMomentumOptimizer",
     "get_num_modules",

@@ -1,9 +1,12 @@
-"""What this package shares: checks of settings, the ranks of a node, the two callers of a hook.
+"""What this package shares: checks of settings, the ranks of a node, the two callers of a hook, and
+the shards of DTensors.
 
 DDP passes buckets, FSDP passes gradients.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -11,7 +14,7 @@ import torch.distributed as dist
 from torchrelay.errors import ArgumentError, UnsupportedError
 from torchrelay.world import host_identity
 
-__all__ = ["check_setting", "ranks_by_host", "refuse_sharded", "subgroup_of"]
+__all__ = ["check_setting", "local_tensor", "ranks_by_host", "refuse_sharded", "subgroup_of"]
 
 
 def check_setting(owner: object, name: str, value: object, holds: bool, condition: str) -> None:
@@ -51,3 +54,9 @@ def subgroup_of(partition: list[list[int]]) -> dist.ProcessGroup:
     group, _ = dist.new_subgroups_by_enumeration(partition)  # type: ignore[no-untyped-call]
     assert isinstance(group, dist.ProcessGroup), "every rank is in a part"
     return group
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a DTensor, in the same memory; of others the tensor itself."""
+    to_local: Callable[[], torch.Tensor] | None = getattr(tensor, "to_local", None)
+    return to_local() if to_local is not None else tensor

@@ -275,7 +275,9 @@ def average_parameters(
     size = dist.get_world_size(group)
     running: deque[tuple[torch.Tensor, torch.Tensor, Any]] = deque()
     running_bytes = 0
-    for tensor in (piece for param in params for piece in _pieces(_local(param.detach()))):
+    for tensor in (
+        piece for param in params for piece in _pieces(hooks.local_tensor(param.detach()))
+    ):
         wide = torch.promote_types(tensor.dtype, torch.float32)
         mean = tensor.to(wide).contiguous().div(size)
         running.append((tensor, mean, dist.all_reduce(mean, group=group, async_op=True)))
@@ -303,8 +305,3 @@ def _finish(tensor: torch.Tensor, mean: torch.Tensor, work: Any) -> int:
     work.wait()
     tensor.copy_(mean)
     return mean.nbytes
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    to_local: Callable[[], torch.Tensor] | None = getattr(tensor, "to_local", None)
-    return to_local() if to_local is not None else tensor
