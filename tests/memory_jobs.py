@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from torchrelay.checkpoint import Checkpointer
-from torchrelay.checkpoint._memory_socket import MemoryClient, folder_of, jobs, remove
+from torchrelay.checkpoint._memory_socket import MemoryClient, folder_of, job_of, jobs, remove
 from torchrelay.world import World
 from waiting import eventually
 
@@ -36,15 +36,15 @@ ROWS = 24
 BEFORE_STAGE, AFTER_STAGE = 2, 3
 
 
-def _rows(step: int) -> torch.Tensor:
-    return torch.arange(ROWS * 5, dtype=torch.float32).view(ROWS, 5) * (step + 1)
+def _rows(step: int, rows: int) -> torch.Tensor:
+    return torch.arange(rows * 5, dtype=torch.float32).view(rows, 5) * (step + 1)
 
 
-def job_state(step: int) -> dict[str, Any]:
+def job_state(step: int, rows: int = ROWS) -> dict[str, Any]:
     """What a job has after ``step``: sharded over all ranks, the same on all, and values."""
     mesh = DeviceMesh("cpu", [*range(dist.get_world_size())])
     return {
-        "w": distribute_tensor(_rows(step), mesh, [Shard(0)]),
+        "w": distribute_tensor(_rows(step, rows), mesh, [Shard(0)], src_data_rank=None),
         "same": torch.full((1000,), step, dtype=torch.int64),
         "step": step,
         "empty": {},
@@ -55,7 +55,7 @@ def check(state: dict[str, Any], step: int | None) -> None:
     """Compare what was loaded with what was saved at ``step``."""
     assert step is not None and state["step"] == step
     w = state["w"].full_tensor() if isinstance(state["w"], DTensor) else state["w"]
-    assert torch.equal(w, _rows(step)), f"step {step} is torn"
+    assert torch.equal(w, _rows(step, len(w))), f"step {step} is torn"
     assert torch.equal(state["same"], torch.full((1000,), step, dtype=torch.int64))
 
 
@@ -71,17 +71,16 @@ def open_job(
     return Checkpointer(path, disk_every=disk_every, **options)
 
 
-def server_pid(checkpointer: Checkpointer) -> int:
-    """The process of the memory server of this rank's host."""
-    assert checkpointer._client is not None
-    with closing(MemoryClient(checkpointer._client.job)) as client:
+def server_pid(path: str) -> int:
+    """The process of the memory server of this host, of the job that saves to ``path``."""
+    with closing(MemoryClient(job_of(path))) as client:
         return int(client.ask("status")["pid"])
 
 
 def die(checkpointer: Checkpointer, kill: str) -> None:
     """Kill this "trainer", its memory "server", or both, which is all of its "host"."""
     if kill != "trainer":
-        os.kill(server_pid(checkpointer), signal.SIGKILL)
+        os.kill(server_pid(checkpointer.path), signal.SIGKILL)
     if kill != "server":
         os.kill(os.getpid(), signal.SIGKILL)
 

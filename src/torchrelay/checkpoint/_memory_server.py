@@ -55,6 +55,7 @@ class _Part:
 
     info: PartInfo
     file: io.FileIO | None = None  # closed when nobody reads it any more
+    is_checked: bool = True  # nobody computes its checksums
     record: bytes = b""  # once the part is whole and has checksums
     is_done: bool = False  # it is whole, and at the partner if there is one, or never will be
     error: dict[str, Any] | None = None
@@ -178,6 +179,7 @@ class MemoryServer:
             part.file = file
         assert joined is not None
         peer = partner and Peer(joined, partner, self._transport.peer_timeout_s)
+        part.is_checked = False
         arguments = (part, client.layout, objects, whole, peer)
         threading.Thread(target=self._complete, args=arguments, daemon=True).start()
 
@@ -213,8 +215,9 @@ class MemoryServer:
             self._parts, self._ttl_s = {}, 0.0
 
     def do_list(self, client: _Client | None = None) -> list[PartInfo]:
-        """Return the whole parts that are here."""
+        """Return the whole parts that are here, also those of which the checksums are computed."""
         with self._changed:
+            self._changed.wait_for(lambda: all(part.is_checked for part in self._parts.values()))
             return [part.info for part in self._parts.values() if part.record]
 
     def do_peers(self, client: _Client) -> tuple[bytes, str, Sequence[str]]:
@@ -278,11 +281,19 @@ class MemoryServer:
                 raise StorageError(f"the checkpoint of step {part.info.step} is not whole")
             return part
 
+    def _check(self, part: _Part, layout: FileLayout, objects: Sequence[Any]) -> None:
+        try:
+            part.record = layout.record(part.info.rank, part.fileno(), objects)
+        finally:
+            with self._changed:
+                part.is_checked = True
+                self._changed.notify_all()
+
     def _complete(
         self, part: _Part, layout: FileLayout, objects: Sequence[Any], whole: str, peer: Peer | None
     ) -> None:
         try:
-            part.record = layout.record(part.info.rank, part.fileno(), objects)
+            self._check(part, layout, objects)
             if peer is not None:
                 _copy(part, whole, peer)
         except Exception as error:

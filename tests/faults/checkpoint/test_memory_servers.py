@@ -152,7 +152,7 @@ def test_the_disk_has_what_memory_has_lost(
 ) -> None:
     job = opened(disk_every=2, keep=1)
     _saved(job, 1, 2, 3, 4, 5)
-    os.kill(server_pid(job), signal.SIGKILL)
+    os.kill(server_pid(job.path), signal.SIGKILL)
     eventually(lambda: not _answers(path))
     assert _loaded(opened(disk_every=2)) == 4
     assert any("was killed; what only it had is lost" in each for each in caplog.messages)
@@ -173,7 +173,7 @@ def test_a_killed_server_is_reported_and_replaced(
     _saved(job, 1)
     job.save({"w": torch.zeros(5000), "step": 2}, step=2)
     before = _failed()
-    os.kill(server_pid(job), signal.SIGKILL)
+    os.kill(server_pid(job.path), signal.SIGKILL)
     with pytest.raises(PeerLostError, match=r"rank 0: the process that keeps .* has ended"):
         _saved(job, 3)
     assert _failed() == before + 1
@@ -244,7 +244,7 @@ def test_a_server_that_ends_between_calls_is_replaced(
 ) -> None:
     """Nothing was being saved."""
     _saved(job, 1)
-    os.kill(server_pid(job), signal.SIGKILL)
+    os.kill(server_pid(job.path), signal.SIGKILL)
     eventually(lambda: not _answers(path))
     if call is _saved:
         with pytest.raises(PeerLostError, match="has ended"):
@@ -259,7 +259,7 @@ def test_a_server_that_is_stopped_is_given_up(
 ) -> None:
     """Its late answers are not taken for others."""
     _saved(job, 1)
-    server = server_pid(job)
+    server = server_pid(job.path)
     os.kill(server, signal.SIGSTOP)
     with monkeypatch.context() as short:
         short.setattr("torchrelay.checkpoint._memory_socket._TIMEOUT_S", 0.2)
@@ -419,7 +419,15 @@ def test_the_command(opened: Opened, path: str, monkeypatch: pytest.MonkeyPatch)
     eventually(lambda: not os.path.exists(folder_of(job_of(path))))
     killed = opened()
     _saved(killed, 11)
-    os.kill(server_pid(killed), signal.SIGKILL)
+    os.kill(server_pid(killed.path), signal.SIGKILL)
     eventually(lambda: not _answers(path))
     assert "was killed" in run("memory", "ls")
     assert job_of(path) not in run("memory", "ls")
+
+
+def test_what_was_staged_a_moment_ago_is_found(job: Checkpointer, path: str) -> None:
+    """The server still computes the checksums when the trainer's successor looks."""
+    _saved(job, 1)
+    with closing(MemoryClient(job_of(path))) as client:
+        job.save({"w": torch.zeros(10_000_000)}, step=2)
+        assert [info.step for info in client.ask("list")] == [1, 2]

@@ -146,7 +146,7 @@ def _interrupted_copy(world: World, path: str, kill: str) -> None:
             os.kill(server, signal.SIGCONT)
 
         def paused() -> None:
-            server = server_pid(checkpointer)
+            server = server_pid(checkpointer.path)
             os.kill(server, signal.SIGSTOP)
             threading.Thread(target=continued, args=(server,), daemon=True).start()
             store.set("paused", "")
