@@ -35,13 +35,17 @@ _SIZES = {
     "max_position_embeddings": 2048,
     "initializer_range": 0.5,  # so that the likeliest token changes
 }
-#: Configurations by name: with grouped heads, tied weights, learned positions, a window.
+_MAMBA2 = {"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8}
+#: Configurations by name: with grouped heads, tied weights, learned positions, a window,
+#: states.
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", _SIZES),
     "qwen2": ("qwen2", {**_SIZES, "tie_word_embeddings": True}),
     "gpt2": ("gpt2", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 2048}),
     "mistral": ("mistral", {**_SIZES, "sliding_window": 12}),
     "gemma2": ("gemma2", {**_SIZES, "sliding_window": 12}),  # every other layer has the window
+    "mamba": ("mamba", {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 8}),
+    "falcon_h1": ("falcon_h1", {**_SIZES, **_MAMBA2}),  # attention and states in each layer
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -35,20 +36,18 @@ class Sampling(NamedTuple):
     logprobs: int = -1  # how many alternatives are reported with each token; -1: not even its own
 
 
+TensorShape = tuple[tuple[int, ...], torch.dtype]
+
+
 class LayerShape(NamedTuple):
-    """The keys and values of one layer: (heads, size of a head) of each, and their dtype. Layers
-    that share those of others have none.
+    """What one layer keeps: keys and values, of which (heads, size of a head) are here, and states
+    of one size, whatever the tokens. Layers that share those of others have none.
     """
 
     keys: tuple[int, int]
     values: tuple[int, int]
     dtype: torch.dtype
-
-    @property
-    def token_bytes(self) -> tuple[int, int]:
-        """What the keys and the values of one token take."""
-        (heads, size), (value_heads, value_size) = self.keys, self.values
-        return heads * size * self.dtype.itemsize, value_heads * value_size * self.dtype.itemsize
+    states: tuple[TensorShape, ...] = ()
 
 
 class KvShape(NamedTuple):
@@ -58,9 +57,24 @@ class KvShape(NamedTuple):
     capacity: int
 
     @property
-    def token_bytes(self) -> int:
-        """What one token takes."""
-        return sum(sum(layer.token_bytes) for layer in self.layers)
+    def tensors(self) -> list[TensorShape]:
+        """Those of a stash in order: of each layer keys and values, (heads, capacity, size); two
+        counts of tokens; and twice the states of each layer.
+        """
+        found: list[TensorShape] = [
+            ((heads, self.capacity, size), layer.dtype)
+            for layer in self.layers
+            for heads, size in (layer.keys, layer.values)
+        ]
+        states = [one for layer in self.layers for one in layer.states]
+        return [*found, ((2,), torch.int64), *states, *states]
+
+    def size_bytes(self, tokens: int) -> int:
+        """Return what so many tokens take."""
+        return sum(
+            math.prod(shape) * dtype.itemsize
+            for shape, dtype in self._replace(capacity=tokens).tensors
+        )
 
 
 class SequenceState(NamedTuple):

@@ -81,7 +81,7 @@ class SliceScheduler:
         self._shares = shares
         self._counts = counts
         self._options = options
-        self._token_bytes: dict[str, int] = {}  # of models, once known
+        self._shapes: dict[str, generate.KvShape] = {}  # of models, once known
 
     @property
     def model(self) -> str:
@@ -281,9 +281,11 @@ class SliceScheduler:
 
     def _fits(self, sequences: list[Sequence], kv_bytes: int) -> bool:
         """Return whether all that these may grow to takes at most `kv_bytes`."""
-        size = self._token_bytes.get(sequences[0].model)
-        tokens = sum(len(one.prompt) + one.sampling.max_tokens for one in sequences)
-        return not kv_bytes or (size is not None and tokens * size <= kv_bytes)
+        shape = self._shapes.get(sequences[0].model)
+        lengths = (len(one.prompt) + one.sampling.max_tokens for one in sequences)
+        return not kv_bytes or (
+            shape is not None and sum(map(shape.size_bytes, lengths)) <= kv_bytes
+        )
 
     def _enter(self, run: _Slice, sequence: Sequence) -> generate.SequenceState:
         """Add a sequence to the slice; return its state for the worker."""
@@ -327,7 +329,7 @@ class SliceScheduler:
             if sequence is not None:
                 sequence.note_stashed(one, descriptor)
             if one.shape is not None:
-                self._token_bytes[run.served.name] = one.shape.token_bytes
+                self._shapes[run.served.name] = one.shape
         self._limit_stashes(run)
 
     def _limit_stashes(self, run: _Slice) -> None:

@@ -45,7 +45,9 @@ class Sequence:
 
     @property
     def stash_bytes(self) -> int:
-        return 0 if self.shape is None else self.stashed * self.shape.token_bytes
+        return (
+            0 if self.stash is None or self.shape is None else self.shape.size_bytes(self.stashed)
+        )
 
     def check(self, model: StoredModel) -> None:
         """Raise :class:`ArgumentError` unless `model` can continue the prompt."""

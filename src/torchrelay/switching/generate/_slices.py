@@ -52,7 +52,9 @@ class _Row:
         where it does in every run, or a single token.
         """
         end = self.length + 1
-        if self.is_prefilling:
+        if self.is_prefilling and _kv.is_recurrent(self.cache):
+            end = len(self.state.prompt)  # many such models cannot go on from a part of it
+        elif self.is_prefilling:
             end = min(len(self.state.prompt), (self.length // PREFILL_TOKENS + 1) * PREFILL_TOKENS)
         return self.tokens[self.length : end]
 
@@ -131,8 +133,7 @@ class Sequences:
             row = _Row(state, tokens, _kv.new_cache(self._module.config))
             if state.stash is not None:
                 row.stash = _kv.Stash.open(descriptor, state.stash, state.stashed)
-                row.stash.read(row.cache, self._device)
-                row.length = state.stashed
+                row.length = row.stash.read(row.cache, self._device)
             self._rows[state.sequence_id] = row
         if descriptor >= 0:
             os.close(descriptor)
@@ -186,7 +187,7 @@ class Sequences:
         given["cache" if "cache" in names else "past_key_values"] = cache
         if "logits_to_keep" in names:
             given["logits_to_keep"] = 1
-        if len(set(lengths)) > 1:
+        if len(set(lengths)) > 1 and _kv.has_columns(cache):
             columns = torch.arange(max(lengths) + 1, device=self._device)
             counts = torch.tensor(lengths, device=self._device)[:, None]
             given["attention_mask"] = (columns >= max(lengths) - counts).long()
@@ -199,7 +200,8 @@ class Sequences:
         """Let `_joined` be the caches of `rows`."""
         if rows != self._members:
             self._separate()
-            self._joined = _kv.stack(self._module.config, [row.cache for row in rows])
+            caches, lengths = [row.cache for row in rows], [row.length for row in rows]
+            self._joined = _kv.stack(self._module.config, caches, max(lengths))
             self._members = rows
 
     def _separate(self) -> None:
@@ -230,6 +232,6 @@ class Sequences:
                 )
                 row.stash = _kv.Stash.create(shape)
                 new.append(row.stash.segment.fd)
-            row.stash.write(row.cache)
+            row.stash.write(row.cache, row.length)
             stashed.append(Stashed(row.state.sequence_id, row.length, shape))
         return stashed, new
