@@ -6,10 +6,9 @@ import asyncio
 import contextlib
 import json
 import logging
-import re
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from concurrent.futures import CancelledError
 
 from torchrelay.config import Switching
@@ -41,7 +40,19 @@ from torchrelay.switching.http._messages import (
 )
 from torchrelay.switching.http._models_file import ModelEntry
 from torchrelay.switching.http._openai import OpenAi, error_of
+from torchrelay.switching.http._openai_schema import (
+    ChatRequest,
+    CompletionRequest,
+    EmbeddingRequest,
+)
+from torchrelay.switching.http._openapi import Route, document, page
 from torchrelay.switching.http._repository import Repository
+from torchrelay.switching.http._schema import (
+    InferRequest,
+    LoadRequest,
+    ReadyFilter,
+    UnloadRequest,
+)
 from torchrelay.switching.models._store import ModelStore
 
 __all__ = ["Application"]
@@ -63,8 +74,6 @@ _STATUS = {
 }
 # What is answered while the server ends: others see that it does.
 _ALWAYS = ("/v2/health/live", "/v2/health/ready", "/metrics", "/status.json", "/")
-
-Endpoint = Callable[..., Awaitable[Response]]
 
 
 class Application:
@@ -90,31 +99,20 @@ class Application:
         self._logs_access = settings.access_log
         calls = Endpoints(switcher, self.repository, self.limits, settings.repository_control)
         texts = OpenAi(switcher, self.repository, self.limits)
-        model = "/v2/models/(?P<name>[^/]+)(?:/versions/(?P<version>[^/]+))?"
-        control = "/v2/repository/models/(?P<name>[^/]+)"
-        routes: list[tuple[str, dict[str, Endpoint]]] = [
-            (model + "/infer", {"POST": calls.infer}),
-            ("/", {"GET": calls.page}),
-            (r"/status\.json", {"GET": calls.status}),
-            ("/metrics", {"GET": calls.metrics}),
-            ("/v2", {"GET": calls.server_metadata}),
-            ("/v2/health/live", {"GET": calls.live}),
-            ("/v2/health/ready", {"GET": calls.ready}),
-            ("/v2/models", {"GET": calls.models}),
-            (model, {"GET": calls.metadata}),
-            (model + "/ready", {"GET": calls.model_ready}),
-            (model + "/stats", {"GET": calls.statistics}),
-            (model + "/config", {"GET": calls.config}),
-            ("/v2/repository/index", {"GET": calls.index, "POST": calls.index}),
-            (control + "/load", {"POST": calls.load}),
-            (control + "/unload", {"POST": calls.unload}),
-            ("/v1/models", {"GET": texts.models}),
-            ("/v1/models/(?P<name>[^/]+)", {"GET": texts.model}),
-            ("/v1/chat/completions", {"POST": texts.chat}),
-            ("/v1/completions", {"POST": texts.completions}),
-            ("/v1/embeddings", {"POST": texts.embeddings}),
-        ]
-        self._routes = [(re.compile(path), endpoints) for path, endpoints in routes]
+        routes = _routes(calls, texts)
+        described = document(routes)
+        shown = page(described)
+
+        async def openapi(_: Request) -> Response:
+            """Return this description."""
+            return json_of(described)
+
+        async def docs(_: Request) -> Response:
+            """Return this description as a page."""
+            return Response(shown, content_type="text/html; charset=utf-8")
+
+        routes += [Route("/openapi.json", {"GET": openapi}), Route("/docs", {"GET": docs})]
+        self._routes = [(one.pattern, one.endpoints) for one in routes]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request."""
@@ -228,3 +226,29 @@ def log_access() -> None:
     _access_log.addHandler(handler)
     _access_log.setLevel(logging.INFO)
     _access_log.propagate = False
+
+
+def _routes(calls: Endpoints, texts: OpenAi) -> list[Route]:
+    model, control = "/v2/models/{name}[/versions/{version}]", "/v2/repository/models/{name}"
+    return [
+        Route(model + "/infer", {"POST": calls.infer}, InferRequest),
+        Route("/", {"GET": calls.page}),
+        Route("/status.json", {"GET": calls.status}),
+        Route("/metrics", {"GET": calls.metrics}),
+        Route("/v2", {"GET": calls.server_metadata}),
+        Route("/v2/health/live", {"GET": calls.live}),
+        Route("/v2/health/ready", {"GET": calls.ready}),
+        Route("/v2/models", {"GET": calls.models}),
+        Route(model, {"GET": calls.metadata}),
+        Route(model + "/ready", {"GET": calls.model_ready}),
+        Route(model + "/stats", {"GET": calls.statistics}),
+        Route(model + "/config", {"GET": calls.config}),
+        Route("/v2/repository/index", {"GET": calls.index, "POST": calls.index}, ReadyFilter),
+        Route(control + "/load", {"POST": calls.load}, LoadRequest),
+        Route(control + "/unload", {"POST": calls.unload}, UnloadRequest),
+        Route("/v1/models", {"GET": texts.models}),
+        Route("/v1/models/{name}", {"GET": texts.model}),
+        Route("/v1/chat/completions", {"POST": texts.chat}, ChatRequest),
+        Route("/v1/completions", {"POST": texts.completions}, CompletionRequest),
+        Route("/v1/embeddings", {"POST": texts.embeddings}, EmbeddingRequest),
+    ]

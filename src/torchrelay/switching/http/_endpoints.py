@@ -61,19 +61,24 @@ class Endpoints:
         self._page = _PAGE.read_bytes()
 
     async def page(self, _: Request) -> Response:
+        """Return the status page."""
         return Response(self._page, content_type="text/html; charset=utf-8")
 
     async def status(self, _: Request) -> Response:
+        """Return the state of the switcher as JSON."""
         return json_of(self._switcher.status())
 
     async def metrics(self, _: Request) -> Response:
+        """Return the server's numbers in Prometheus' form."""
         body, content_type = self._metrics.render()
         return Response(body, content_type=content_type)
 
     async def server_metadata(self, _: Request) -> Response:
+        """Return the name, the version and the extensions of the server."""
         return json_of({"name": "torchrelay", "version": __version__, "extensions": _EXTENSIONS})
 
     async def live(self, _: Request) -> Response:
+        """Return status 200 if the server works."""
         is_live = self._switcher.failure is None
         return json_of({"live": is_live}, 200 if is_live else 503)
 
@@ -85,14 +90,17 @@ class Endpoints:
         return json_of({"ready": ready}, 200 if ready else 503)
 
     async def models(self, _: Request) -> Response:
+        """Return the names of all models."""
         return json_of({"models": self._repository.names()})
 
     async def model_ready(self, _: Request, name: str, version: str) -> Response:
+        """Return status 200 if the model can answer."""
         self._repository.describe(name, version)
         ready = self._repository.is_ready(name) and not self._limits.is_ending
         return json_of({"name": name, "ready": ready}, 200 if ready else 503)
 
     async def metadata(self, _: Request, name: str, version: str) -> Response:
+        """Return the model's inputs and outputs."""
         if name == "stats" and not version and name not in self._repository.names():
             return self._all_statistics()  # Triton's path for those of every model
         model = self._repository.describe(name, version)
@@ -138,6 +146,7 @@ class Endpoints:
         )
 
     async def statistics(self, _: Request, name: str, version: str) -> Response:
+        """Return how often the model answered, and how long that took."""
         found = self._repository.describe(name, version).version
         return json_of({"model_stats": [self._statistics[name].as_json(name, found)]})
 
@@ -155,6 +164,7 @@ class Endpoints:
             return False
 
     async def infer(self, request: Request, name: str, version: str) -> Response:
+        """Run the model on the body's inputs."""
         # First, so that a body for a model that is not there is not read.
         self._repository.describe(name, version)
         if request.headers.get("content-encoding", "identity") != "identity":
@@ -187,6 +197,7 @@ class Endpoints:
         return response
 
     async def index(self, request: Request) -> Response:
+        """Return the models and their states."""
         wants_ready = (await self._asked(request, ReadyFilter)).ready
         loaded, repository = self._switcher.models(), self._repository
         models = []
@@ -211,6 +222,7 @@ class Endpoints:
         return json_of({})
 
     async def unload(self, request: Request, name: str) -> Response:
+        """Unload a model of the models file."""
         self._check_control()
         await self._asked(request, UnloadRequest)
         self._repository.unload(name)

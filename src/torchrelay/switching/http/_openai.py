@@ -149,10 +149,12 @@ class OpenAi:
         self._limits = limits
 
     async def models(self, _: Request) -> Response:
+        """List the models."""
         names = self._repository.names()
         return json_of({"object": "list", "data": [self._model(name) for name in names]})
 
     async def model(self, _: Request, name: str) -> Response:
+        """Return whether a model is resident, stashed or cold."""
         self._check(name)
         return json_of(self._model(name))
 
@@ -174,6 +176,7 @@ class OpenAi:
         return {**about, "state": state, "max_model_len": length}
 
     async def chat(self, request: Request) -> Response:
+        """Continue a conversation."""
         asked, _ = parse(ChatRequest, await request.body(self._limits), None)
         asked.check()
         messages = [one.plain() for one in asked.messages]
@@ -185,6 +188,7 @@ class OpenAi:
         return await self._answer(asked, prompts, None, asked.alternatives, _Chat())
 
     async def completions(self, request: Request) -> Response:
+        """Continue texts."""
         asked, _ = parse(CompletionRequest, await request.body(self._limits), None)
         asked.check()
         given = asked.prompts
@@ -196,6 +200,7 @@ class OpenAi:
         return await self._answer(asked, prompts, limit, asked.logprobs, _Completion())
 
     async def embeddings(self, request: Request) -> Response:
+        """Return vectors of texts."""
         asked, _ = parse(EmbeddingRequest, await request.body(self._limits), None)
         self._check(asked.model)
         self._repository.started(asked.model)

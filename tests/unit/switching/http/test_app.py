@@ -6,6 +6,7 @@ import asyncio
 import base64
 import contextlib
 import json
+import re
 import socket
 from types import SimpleNamespace
 from typing import Any
@@ -469,3 +470,27 @@ def test_the_access_log_has_a_line_for_each_request(
     first, second = caplog.messages
     assert '"GET /v2 HTTP/1.1" 200 ' in first and first.endswith(" ms")
     assert '"GET /v3%0a HTTP/1.1" 404 ' in second
+
+
+def test_all_paths_and_bodies_are_described(store: ModelStore) -> None:
+    server = Caller(store)
+    described = json.loads(server.call("GET", "/openapi.json").body)
+    paths, schemas = described["paths"], described["components"]["schemas"]
+    for path in ("/v1/embeddings", "/v2/models/{name}/infer", "/metrics"):
+        assert path in paths
+    versioned = "/v2/models/{name}/versions/{version}/infer"
+    assert [one["name"] for one in paths[versioned]["post"]["parameters"]] == ["name", "version"]
+    for path, methods in paths.items():
+        answer = server.call("OPTIONS", path.format(name="chain", version="1"))
+        assert answer.status == 204, path  # the server has it
+        assert {one.lower() for one in answer.headers["Allow"].split(", ")} >= methods.keys()
+        for found in methods.values():
+            assert found["summary"].endswith("."), (path, found)
+    body = paths["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]
+    assert body["schema"] == {"$ref": "#/components/schemas/ChatRequest"}
+    assert schemas["ChatRequest"]["required"] == ["model", "messages"]
+    for name in re.findall(r"#/components/schemas/(\w+)", json.dumps(described)):
+        assert name in schemas
+    page = server.call("GET", "/docs").body.decode()
+    assert all(f"<code>POST {path}</code>" in page for path in paths if "post" in paths[path])
+    assert "://" not in page  # nothing comes from the network
