@@ -552,14 +552,38 @@ def test_running_initializer_names_the_function_that_was_called() -> None:
     assert seen and not any(seen)
 
 
-def test_hooks_of_c10d_attach_to_a_group_with_a_named_backend() -> None:
-    group = dist.ProcessGroup(dist.HashStore(), 0, 1)
-    _torch.name_backend(group, "mine")
-    if torch.__version__ < "2.14":
-        pytest.skip("this torch has no hooks")
-    assert group._get_backend(torch.device("cpu")).name() == "mine"
-    hook: Any = torch._C._distributed_c10d
-    hook.FlightRecorderHook.attach(group).remove()
+def test_python_makes_backends_since_torch_2_14() -> None:
+    has = _torch.has_python_backends()
+    assert has == (torch.__version__ >= "2.14")
+    if has:
+        c10d: Any = torch._C._distributed_c10d
+        kind = type("Mine", (c10d.Backend,), {"getBackendName": lambda self: "mine"})
+        backend = kind(0, 1)
+        group: Any = dist.ProcessGroup(dist.HashStore(), 0, 1)
+        group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, backend)
+        assert group._get_backend(torch.device("cpu")) is backend and backend.name() == "mine"
+
+
+def test_groups_by_name_and_backends_that_are_compared() -> None:
+    seen: list[Any] = []
+
+    def create(given: Any, _: object) -> Any:
+        backend = dist.ProcessGroupGloo(
+            given.store, given.group_rank, given.group_size, given.timeout
+        )
+        assert _torch.compared_backend(backend, given) is backend
+        dist.set_debug_level(dist.DebugLevel.DETAIL)
+        seen.append(_torch.compared_backend(backend, given))
+        dist.set_debug_level(dist.DebugLevel.OFF)
+        return backend
+
+    dist.Backend.register_backend("compares", create, extended_api=True, devices=["cpu"])
+    dist.init_process_group("compares", store=dist.HashStore(), rank=0, world_size=1)
+    assert dist.group.WORLD is not None
+    assert _torch.group_named(dist.group.WORLD.group_name) is dist.group.WORLD
+    assert _torch.group_named("none") is None
+    dist.destroy_process_group()
+    assert type(seen[0]).__name__ == "_ProcessGroupWrapper"
 
 
 @pytest.mark.parametrize("factor", [2.5, torch.tensor([2.5])], ids=["number", "tensor"])

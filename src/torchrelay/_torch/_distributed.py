@@ -20,10 +20,12 @@ __all__ = [
     "backends_asked",
     "backends_of_init",
     "callback_error",
+    "compared_backend",
     "find_torchdistx",
+    "group_named",
     "group_store",
     "has_fsdp2",
-    "name_backend",
+    "has_python_backends",
     "premul_factor",
     "private_nccl",
     "route_group_operators",
@@ -136,25 +138,35 @@ class TimeoutOnly:
         self._set_default_timeout = set_timeout
 
 
-def name_backend(group: Any, name: str) -> None:
-    """Let c10d find the default backend of ``group``, a Python subclass of ProcessGroup.
+def has_python_backends() -> bool:
+    """Return whether Python can make a Backend: since torch 2.14."""
+    return hasattr(torch._C._distributed_c10d, "FlightRecorderHook")
 
-    Since 2.15 c10d attaches its flight recorder to each group, and asks the default backend what it
-    supports; this one supports nothing beyond what the group does itself. Before 2.14 Python cannot
-    make a Backend, and no code asks for one.
+
+def compared_backend(backend: Any, given: Any) -> Any:
+    """Return the backend of the group that c10d is making, wrapped as c10d does where
+    ``TORCH_DISTRIBUTED_DEBUG=DETAIL``: it compares the ranks' calls over a group of Gloo, which
+    keeps its members. Collective then.
     """
-    c10d: Any = torch._C._distributed_c10d
-    if not hasattr(c10d, "FlightRecorderHook"):
-        return
+    c10d: Any = torch.distributed.distributed_c10d
+    if (
+        torch.distributed.get_debug_level() != torch.distributed.DebugLevel.DETAIL
+        or not torch.distributed.is_gloo_available()
+        or getattr(given, "enable_reconfigure", False)
+    ):
+        return backend
+    return c10d._create_process_group_wrapper(
+        backend, given.group_id, given.store, given.group_rank, given.group_size, given.timeout
+    )
 
-    class Named(c10d.Backend):  # type: ignore[misc]
-        def getBackendName(self) -> str:  # noqa: N802 - c10d calls it
-            return name
 
-    kind = c10d.ProcessGroup.BackendType.CUSTOM
-    plain = c10d.ProcessGroup
-    plain._register_backend(group, torch.device("cpu"), kind, Named(group.rank(), group.size()))
-    plain._set_default_backend(group, kind)
+def group_named(name: str) -> Any:
+    """Return this process's group of that name, None if it has none."""
+    c10d: Any = torch.distributed.distributed_c10d
+    try:
+        return c10d._resolve_process_group(name)
+    except RuntimeError:
+        return None
 
 
 def premul_factor(op: Any) -> float:

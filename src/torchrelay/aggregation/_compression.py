@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from torchrelay._group import Compression
-from torchrelay.aggregation._group import SmlGroup
+from torchrelay.aggregation._group import core_of
 from torchrelay.errors import ArgumentError, UnsupportedError
 
 __all__ = ["CompressionState", "compression_hook"]
@@ -112,13 +112,14 @@ def compression_hook(
             f"compression_hook: gradients of {buffer.dtype} cannot be compressed, only of float32, "
             "float16 and bfloat16; use DDP without this hook"
         )
-    if not isinstance(group, SmlGroup) or group.host is None:
+    core = core_of(group)
+    if core is None or core.host is None:
         raise ArgumentError(f"compression_hook: it needs a group of sml for the CPU, not {group!r}")
     values = buffer.to("cpu", torch.float32)  # buffer itself, where it can be
     lost = state.lost_of(bucket)
-    values.div_(group.size()).add_(lost)
+    values.div_(core.size()).add_(lost)
     lost.zero_()
-    work = group.host.compressed_sum(values, Compression[state.compression], lost)
+    work = core.host.compressed_sum(values, Compression[state.compression], lost)
 
     def finish(done: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
         done.value()  # raises what the sum does

@@ -15,9 +15,9 @@ from torchrelay._addresses import address_for_anyone, address_for_peers
 from torchrelay._communicators import hosts_of
 from torchrelay._group import Group
 from torchrelay._members import Member
-from torchrelay._torch import backends_asked, route_group_operators, store_host
+from torchrelay._torch import backends_asked, store_host
 from torchrelay.aggregation._dummy import DummyPlane
-from torchrelay.aggregation._group import LIVING, SmlGroup
+from torchrelay.aggregation._group import LIVING, SmlBackend, SmlGroup, group_of
 from torchrelay.aggregation._native_planes import HostsPlane, ShmPlane
 from torchrelay.aggregation._options import Options, resolve
 from torchrelay.aggregation._plane import NoPlane, Plane
@@ -56,11 +56,28 @@ def create_group(given: Any, options: Options | None = None) -> SmlGroup:
     own = [device for device, backend in in_order if backend == "sml"]
     if len(own) < len(devices) and not isinstance(options, Options):
         options = None  # c10d gives all backends the same
+    is_empty = getattr(given, "enable_reconfigure", False)  # since torch 2.15
     settings = resolve(options)
+    return group_of(
+        _new_core(given.store, rank, size, timeout_s, names, own, others, settings, is_empty), given
+    )
+
+
+def _new_core(
+    store: dist.Store,
+    rank: int,
+    size: int,
+    timeout_s: float,
+    names: Sequence[int],
+    devices: Sequence[str],
+    others: dist.ProcessGroup | None,
+    settings: Aggregation,
+    is_empty: bool = False,
+) -> SmlBackend:
+    """Return this rank's part in a group, which has no members yet if ``is_empty``. Collective."""
     plane: Plane
     processes: dict[int, Process] = {}
-
-    interface, host = config.load(config.TransportSettings).interface, store_host(given.store)
+    interface, host = config.load(config.TransportSettings).interface, store_host(store)
 
     def new_member() -> Member:
         """Return what this rank is in groups that it forms by ``reconfigure``."""
@@ -76,7 +93,13 @@ def create_group(given: Any, options: Options | None = None) -> SmlGroup:
             member.adopt(plane, int(meeting.attempt, 16))
         return member
 
-    if getattr(given, "enable_reconfigure", False):  # since torch 2.15
+    def split_off(ranks: Sequence[int], store: dist.Store, timeout_s: float) -> SmlBackend:
+        # The members of a group that was formed again have no other names than their ranks.
+        chosen = [names[rank] for rank in ranks] if core.processes else list(ranks)
+        place = ranks.index(core.rank())
+        return _new_core(store, place, len(ranks), timeout_s, chosen, devices, None, settings)
+
+    if is_empty:
         plane = NoPlane("was made to be reconfigured, which has not been done")
     elif settings.plane == "dummy":
         plane = DummyPlane(rank, size, settings)
@@ -84,12 +107,12 @@ def create_group(given: Any, options: Options | None = None) -> SmlGroup:
         # c10d may give one store to groups that different ranks make at the same time:
         # new_subgroups(group=...).
         digest = hashlib.blake2b(str(names).encode(), digest_size=8).hexdigest()
-        store = dist.PrefixStore(f"ranks/{digest}", given.store)
         known = {name: found for group in list(LIVING) for name, found in group.processes.items()}
         with _telemetry.event("aggregation", "create_group", f"{size} ranks"):
-            meeting = Meeting(store, rank, size, timeout_s, names, known)
+            meeting = Meeting(
+                dist.PrefixStore(f"ranks/{digest}", store), rank, size, timeout_s, names, known
+            )
             with meeting.joining():
-                route_group_operators(SmlGroup)  # which imports, and needs a descriptor for it
                 plane = _plane_of(
                     meeting,
                     [process.host for process in meeting.processes],
@@ -103,7 +126,10 @@ def create_group(given: Any, options: Options | None = None) -> SmlGroup:
                     settings,
                 )
         processes = dict(zip(names, meeting.processes, strict=True))
-    return SmlGroup(plane, given.store, rank, size, timeout_s, processes, own, others, new_member)
+    core = SmlBackend(
+        plane, store, rank, size, timeout_s, processes, devices, others, new_member, split_off
+    )
+    return core
 
 
 def _plane_of(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from torchrelay._torch import watched
-from torchrelay.aggregation._group import LIVING, SmlGroup
+from torchrelay._torch import group_named, watched
+from torchrelay.aggregation._group import core_of
 from torchrelay.errors import ArgumentError
 
 __all__ = ["all_reduce_"]
@@ -16,12 +16,12 @@ _is_compiling = torch.compiler.is_compiling
 
 @torch.library.custom_op("torchrelay::all_reduce_", mutates_args=("tensor",))
 def _all_reduce(tensor: torch.Tensor, name: str) -> None:
-    groups = [group for group in list(LIVING) if group.group_name == name and not group.is_closed]
-    if not groups:
+    group = group_named(name)
+    if core_of(group) is None:
         raise ArgumentError(f"all_reduce_: this process has no group {name!r} of sml")
     opts = dist.AllreduceOptions()
     opts.asyncOp = False
-    groups[0].allreduce([tensor], opts).wait()
+    group.allreduce([tensor], opts).wait()
 
 
 @_all_reduce.register_fake
@@ -46,18 +46,16 @@ def all_reduce_(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) ->
         OperationTimeoutError, PeerLostError: as of every collective.
     """
     found = dist.group.WORLD if group is None else group
-    if not isinstance(found, SmlGroup):
-        raise ArgumentError(f"all_reduce_: it needs a group of sml, not {found!r}")
     if tensor.requires_grad and torch.is_grad_enabled():
         raise ArgumentError(
             "all_reduce_: autograd cannot record it, and the tensor requires a gradient; call it "
             "under torch.no_grad(), or on tensor.detach()"
         )
-    if (
-        _is_compiling()
-        or watched()
-        or found.host is None
-        or found.host.sum_now(tensor, tensor) is None
-    ):
-        _all_reduce(tensor, found.group_name)
+    if not _is_compiling():  # the compiler keeps the operator, and can look into no group
+        core = core_of(found)
+        if core is None:
+            raise ArgumentError(f"all_reduce_: it needs a group of sml, not {found!r}")
+        if not watched() and core.host is not None and core.host.sum_now(tensor, tensor):
+            return tensor
+    _all_reduce(tensor, found.group_name)  # type: ignore[union-attr]
     return tensor

@@ -7,7 +7,8 @@ from collections.abc import Sequence, Set
 import torch.distributed as dist
 
 from torchrelay._members import Configuration
-from torchrelay.aggregation._group import SmlGroup
+from torchrelay.aggregation._core import Core
+from torchrelay.aggregation._group import core_of
 from torchrelay.errors import ArgumentError
 
 __all__ = ["Configuration", "get_reconfigure_handle", "reconfigure"]
@@ -25,7 +26,7 @@ def get_reconfigure_handle(group: dist.ProcessGroup | None = None) -> str:
         UnavailableError: this rank cannot listen at its address.
         UnsupportedError: ``group`` has other backends too.
     """
-    return _sml_group(group).get_reconfigure_handle()
+    return _core_of(group).get_reconfigure_handle()
 
 
 def reconfigure(
@@ -56,12 +57,13 @@ def reconfigure(
         PeerLostError: members ended or gave up; ``ranks`` names them.
         UnavailableError: this process lacks what it needs, or the group was aborted meanwhile.
     """
-    found = _sml_group(group)
+    found = _core_of(group)
     return found.form(uuid, handles, found.timeout_s if timeout_s is None else timeout_s)
 
 
-def _sml_group(group: dist.ProcessGroup | None) -> SmlGroup:
+def _core_of(group: dist.ProcessGroup | None) -> Core:
     found = dist.group.WORLD if group is None else group
-    if not isinstance(found, SmlGroup):
+    core = core_of(found)
+    if core is None:
         raise ArgumentError(f"only groups of sml can be reconfigured, not {found!r}")
-    return found
+    return core
