@@ -23,12 +23,12 @@ __all__ = [
     "compared_backend",
     "find_torchdistx",
     "group_named",
+    "group_operators_router",
     "group_store",
     "has_fsdp2",
     "has_python_backends",
     "premul_factor",
     "private_nccl",
-    "route_group_operators",
     "store_host",
     "tensor_list_future",
 ]
@@ -102,12 +102,12 @@ def store_host(store: Any) -> str | None:
     return getattr(store, "host", None)
 
 
-def route_group_operators(kind: Any) -> None:
-    """Let torch's C++ code reach the methods of all groups of ``kind``, from now on."""
+def group_operators_router() -> Callable[[Any], object]:
+    """Return the function that lets torch's C++ code reach the methods of all groups of a kind."""
     # Importing it imports torch.distributed.
     from torchrelay._torch._group_operators import route  # noqa: PLC0415
 
-    route(kind)
+    return route
 
 
 @functools.cache

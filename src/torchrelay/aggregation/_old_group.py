@@ -1,8 +1,8 @@
 """The group for torch before 2.14, where Python can make no Backend.
 
 It is a ProcessGroup that runs every call itself: by c10d's operators if a profiler or a mode must
-see it, else directly. What the operators and C++ call of a group reaches it by
-:func:`route_group_operators`. Backends of other devices are in a plain group beside it.
+see it, else directly. What the operators and C++ call of a group reaches it by ``_route``. Backends
+of other devices are in a plain group beside it.
 """
 
 from __future__ import annotations
@@ -15,15 +15,14 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import torchrelay._torch._group_operators  # noqa: F401 - later, descriptors may be scarce
 from torchrelay._torch import (
     TimeoutOnly,
     dispatches_itself,
     fake_mode_active,
+    group_operators_router,
     is_setting_timeout,
     lowest_mode,
     operator_results,
-    route_group_operators,
     span,
     watched,
 )
@@ -35,6 +34,7 @@ __all__ = ["SmlGroup"]
 
 _AllreduceOptions = dist.AllreduceOptions
 _ProcessGroup: Any = dist.ProcessGroup
+_route = group_operators_router()  # an import, for which descriptors may be scarce later
 
 
 class _Kernel(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -66,7 +66,7 @@ class SmlGroup(Core, _ProcessGroup):  # type: ignore[misc]
         _ProcessGroup.__init__(self, rank, size)
         self._name = self._desc = ""
         super().__init__(plane, store, rank, size, *rest)
-        route_group_operators(SmlGroup)
+        _route(SmlGroup)
 
     core = property(lambda self: self)
 

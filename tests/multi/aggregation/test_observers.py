@@ -69,7 +69,7 @@ def test_the_flight_recorder(world: World, monkeypatch: pytest.MonkeyPatch) -> N
     start(world)
     tensor = torch.ones(3)
     dist.all_reduce(tensor)
-    dist.all_reduce(tensor, async_op=True).wait()  # type: ignore[union-attr]
+    dist.all_reduce(tensor, async_op=True).wait()
     dist.all_reduce(tensor, dist.ReduceOp.MAX)
     dist.broadcast(tensor, 0)
     seen = ["sml:all_reduce", "sml:all_reduce", "sml:broadcast"]
@@ -99,7 +99,7 @@ def test_calls_are_compared_in_detail(world: World) -> None:
         dist.set_debug_level(dist.DebugLevel.OFF)
     tensor = torch.ones(3)
     for call in (dist.all_reduce, lambda each: dist.all_reduce(each, async_op=True).wait()):
-        call(tensor)  # type: ignore[operator]
+        call(tensor)
     assert tensor.eq(4).all()
     with pytest.raises(RuntimeError, match="mismatch"):
         dist.all_reduce(torch.ones(3 + world.rank))
@@ -111,7 +111,7 @@ def test_calls_are_compared_in_detail(world: World) -> None:
 @pytest.mark.processes(3, together=True)
 def test_a_group_is_split_and_shrunk(world: World) -> None:
     start(world)
-    part = dist.split_group(split_ranks=[[2, 0]], timeout=timedelta(seconds=60))
+    part: Any = dist.split_group(split_ranks=[[2, 0]], timeout=timedelta(seconds=60))
     tensor = torch.full((3,), 1.0 + world.rank)
     if world.rank == 1:
         assert part is dist.GroupMember.NON_GROUP_MEMBER
@@ -146,9 +146,9 @@ def test_abort_hooks_run_when_the_group_fails(world: World, asynchronous: bool) 
     assert not ran.is_set()
     store = dist.distributed_c10d._get_default_store()
     if world.rank == 0:
-        dist.set_timeout(timedelta(seconds=0.5), group)  # type: ignore[attr-defined]
+        group.set_timeout(timedelta(seconds=0.5))
         with pytest.raises(OperationTimeoutError, match="rank 1"):
-            dist.all_reduce(torch.ones(3), async_op=asynchronous).wait()  # type: ignore[union-attr]
+            dist.all_reduce(torch.ones(3), async_op=asynchronous).wait()
         assert ran.wait(60) and not never
         assert backend.get_error() == c10d.ErrorType.TIMEOUT
         store.set("done", "")
