@@ -116,10 +116,10 @@ def is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
-def listen_at(address: str) -> socket.socket:
-    """Return a TCP socket that listens at a free port of ``address``."""
+def listen_at(address: str, port: int = 0) -> socket.socket:
+    """Return a TCP socket that listens at ``port`` of ``address``; 0: at a free one."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    return socket.create_server((address, 0), family=family, backlog=_BACKLOG)
+    return socket.create_server((address, port), family=family, backlog=_BACKLOG)
 
 
 def address_for_peers(

@@ -40,7 +40,7 @@ from torchrelay.errors import (
     to_json,
 )
 
-__all__ = ["Handle", "Listener", "Mesh"]
+__all__ = ["Frames", "Handle", "Listener", "Mesh"]
 
 _logger = logging.getLogger("torchrelay")
 _VERSION = 1  # of handles and frames
@@ -102,7 +102,7 @@ class Handle:
 _FIELDS: dict[str, str] = dict(Handle.__annotations__)
 
 
-class _Frames:
+class Frames:
     """Frames of JSON in one direction of a connection; each authenticates those before it too."""
 
     def __init__(self, key: bytes) -> None:
@@ -148,7 +148,7 @@ class _Incoming:
 
     sock: socket.socket
     origin: str
-    frames: _Frames
+    frames: Frames
     greeting: dict[str, Any] = field(default_factory=dict)
     peer: _Peer | None = None
     has_ended: bool = False
@@ -177,8 +177,8 @@ class _Peer:
     handle: Handle
     sock: socket.socket | None = None
     is_connected: bool = False
-    sends: _Frames = field(default_factory=lambda: _Frames(b""))
-    answers: _Frames = field(default_factory=lambda: _Frames(b""))
+    sends: Frames = field(default_factory=lambda: Frames(b""))
+    answers: Frames = field(default_factory=lambda: Frames(b""))
     unsent: bytes = b""
     is_behind: bool = True  # something was announced that no connection has taken
     dial_s: float = 0.0  # when to connect
@@ -349,7 +349,7 @@ class Mesh:
                 self._hang_up(peer, error)
                 return
             peer.is_connected, peer.trouble = True, ""
-            peer.sends, peer.answers = _Frames(peer.handle.key), _Frames(peer.handle.key)
+            peer.sends, peer.answers = Frames(peer.handle.key), Frames(peer.handle.key)
             peer.unsent = peer.sends.pack(self._greeting)
             peer.sends.key = _session_key(peer.handle, self._listener)
             peer.unsent += b"".join(map(peer.sends.pack, self._announced))
@@ -419,7 +419,7 @@ class Mesh:
             sock.setblocking(False)
             if len(self._strangers) >= _MAX_WAITING:
                 self._turn_away(self._strangers[0], ValueError("too many others connect"))
-            frames = _Frames(self._listener.handle.key)
+            frames = Frames(self._listener.handle.key)
             self._watch(_Incoming(closed_in_children(sock), f"{origin[0]}:{origin[1]}", frames))
 
     def _watch(self, incoming: _Incoming) -> None:
@@ -487,7 +487,7 @@ class Mesh:
             kind = PeerLostError if isinstance(reason, _OverError) else MismatchError
             error = kind(f"{self._listener.handle.place} turned this member away: {reason}")
             with contextlib.suppress(OSError):
-                answer = _Frames(self._listener.handle.key).pack({"failed": to_json(error)})
+                answer = Frames(self._listener.handle.key).pack({"failed": to_json(error)})
                 incoming.sock.send(answer)
         incoming.has_ended = True
         self._forget(incoming)

@@ -21,6 +21,7 @@ __all__ = [
     "SECTIONS",
     "Aggregation",
     "Checkpoint",
+    "ElasticSettings",
     "Host",
     "Mpi",
     "Parameters",
@@ -394,6 +395,38 @@ class Switching(Section, name="switching"):
         "", "file with a certificate chain in PEM format, to serve HTTPS; empty: plain HTTP"
     )
     tls_key: str = setting("", "file with the certificate's key; empty: it is in the same file")
+
+
+class ElasticSettings(Section, name="elastic"):
+    """Training that goes on when members come and go."""
+
+    address: str = setting(
+        "",
+        "where this member listens, as host:port; others must reach it there. Empty: a free port "
+        "of the address of TORCHRELAY_TRANSPORT_INTERFACE, else of the default route",
+    )
+    peers: str = setting(
+        "",
+        "addresses, host:port, separated by commas, one of which a new member must reach; a name "
+        "stands for all addresses that it has. Members at these found the job. Empty: this "
+        "member's own",
+    )
+    token: str = setting(
+        "", "a secret that all members of the job have, if there is no transport key", secret=True
+    )
+    timeout_s: float = setting(
+        30.0,
+        "how long a member may be silent before the others go on without it; longer than the "
+        "slowest step",
+        minimum=0.1,
+    )
+    min_size: int = setting(1, "the fewest members that take a step", minimum=1)
+    tie_breaker: str = setting(
+        "", "address of the member whose half goes on where the members are cut in equal halves"
+    )
+    wait_s: float = setting(
+        600.0, "how long a member that must not go on waits for the others before it raises"
+    )
 
 
 class PipeSwitch(Section, name="pipeswitch"):

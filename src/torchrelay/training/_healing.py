@@ -1,0 +1,183 @@
+"""The state of a job, moved to members that lack it, from all those that have it.
+
+A state is a tree of dicts and lists with tensors and plain values, as ``state_dict`` returns it.
+Tensors are sent in pieces, which the members that have them share, and received straight into the
+tensors of the receiver where it has one of the same name, dtype and shape. Structure and plain
+values are JSON; nothing is unpickled. All members then compare checksums of all tensors.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from torchrelay import _native
+from torchrelay.errors import ArgumentError, CorruptionError
+
+__all__ = ["RandomStates", "Stateful", "heal", "layout_of"]
+
+_PIECE_BYTES = 4 << 20
+
+
+class Stateful(Protocol):
+    """What has a state that heals: modules, optimizers, schedulers, data loaders."""
+
+    def state_dict(self) -> Any: ...
+
+    def load_state_dict(self, state: Any, /) -> Any: ...
+
+
+class RandomStates:
+    """The states of the random generators of torch on the CPU, Python and NumPy."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "torch": torch.get_rng_state(),
+            "python": random.getstate(),
+            "numpy": np.random.get_state(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        torch.set_rng_state(state["torch"])
+        random.setstate(state["python"])
+        np.random.set_state(state["numpy"])
+
+
+def layout_of(states: Mapping[str, Stateful]) -> list[str]:
+    """Return name, dtype and shape of each tensor of the modules among ``states``."""
+    return [
+        f"{name}.{key} {str(value.dtype).removeprefix('torch.')} {[*value.shape]}"
+        for name, one in sorted(states.items())
+        if isinstance(one, nn.Module)
+        for key, value in one.state_dict().items()
+        if isinstance(value, Tensor)
+    ]
+
+
+def heal(
+    group: Any, is_whole: Sequence[bool], states: Mapping[str, Stateful]
+) -> int:
+    """Give the members that are not whole the states of those that are. Collective; blocks.
+
+    Returns the bytes that each of them has received.
+
+    Raises:
+        CorruptionError: this member has other bits than the first one that was whole.
+        ArgumentError: a state contains what is no tensor and no plain value.
+    """
+    rank, first = group.rank(), [*is_whole].index(True)
+    tree = {name: one.state_dict() for name, one in states.items()}
+    own = {pytree.keystr(path): leaf for path, leaf in pytree.tree_flatten_with_path(tree)[0]}
+    text = _described(tree, own) if is_whole[rank] else b""
+    spec, leaves = json.loads(_broadcast(group, text, first))
+    values = [_restored(leaf, own.get(leaf["name"])) for leaf in leaves]
+    tensors = [_local(value) for value in values if isinstance(value, (Tensor, np.ndarray))]
+    size_bytes = _exchange(group, is_whole, tensors)
+    _compare(group, first, tensors)
+    if not is_whole[rank]:
+        healed = pytree.tree_unflatten(values, pytree.treespec_loads(spec))
+        for name, one in states.items():
+            one.load_state_dict(healed[name])
+    return size_bytes
+
+
+def _local(value: Any) -> Tensor:
+    """Return the part of a tensor that is here, or the memory of an array as a tensor."""
+    if isinstance(value, np.ndarray):
+        return torch.from_numpy(value)
+    local = value.to_local() if hasattr(value, "to_local") else value
+    return local.detach()
+
+
+def _described(tree: Any, leaves: Mapping[str, Any]) -> bytes:
+    descriptions = []
+    for name, leaf in leaves.items():
+        one = {"name": name}
+        if isinstance(leaf, (Tensor, np.ndarray)):
+            tensor = _local(leaf)
+            one |= {
+                "dtype": str(tensor.dtype).removeprefix("torch."),
+                "shape": [*tensor.shape],
+                "device": tensor.device.type,
+                "is_array": isinstance(leaf, np.ndarray),
+            }
+        elif leaf is None or isinstance(leaf, (bool, int, float, str)):
+            one["value"] = leaf
+        else:
+            raise ArgumentError(
+                f"Elastic: state{name} is a {type(leaf).__name__}, which cannot be sent to a new "
+                "member; use tensors, numbers, strings, lists and dicts"
+            )
+        descriptions.append(one)
+    spec = pytree.treespec_dumps(pytree.tree_structure(tree))
+    return json.dumps([spec, descriptions]).encode()
+
+
+def _restored(leaf: dict[str, Any], own: Any) -> Any:
+    """Return a value, or what its bytes are received into: ``own``, if it is like it."""
+    if "dtype" not in leaf:
+        return leaf["value"]
+    dtype = getattr(torch, leaf["dtype"])
+    if isinstance(own, (Tensor, np.ndarray)) and isinstance(own, np.ndarray) == leaf["is_array"]:
+        here = _local(own)
+        if here.dtype == dtype and [*here.shape] == leaf["shape"]:
+            return own
+    tensor = torch.empty(leaf["shape"], dtype=dtype, device=leaf["device"])
+    return tensor.numpy() if leaf["is_array"] else tensor
+
+
+def _broadcast(group: Any, data: bytes, root: int) -> bytes:
+    size = torch.tensor([len(data)])
+    group.broadcast([size], root).wait()
+    text = torch.zeros(int(size), dtype=torch.uint8)
+    if data:
+        text = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    group.broadcast([text], root).wait()
+    return text.numpy().tobytes()
+
+
+def _exchange(group: Any, is_whole: Sequence[bool], tensors: Sequence[Tensor]) -> int:
+    sources = [rank for rank, whole in enumerate(is_whole) if whole]
+    targets = [rank for rank, whole in enumerate(is_whole) if not whole]
+    works, copies, piece, size_bytes = [], [], 0, 0
+    for tensor in tensors:
+        memory = tensor if tensor.is_contiguous() else tensor.contiguous()
+        if memory is not tensor and not is_whole[group.rank()]:
+            copies.append((tensor, memory))
+        data = memory.view(-1).view(torch.uint8)
+        for part in data.split(_PIECE_BYTES) if data.numel() else ():
+            source = sources[piece % len(sources)]
+            piece += 1
+            if group.rank() == source:
+                works += [group.send([part], target, 0) for target in targets]
+            elif group.rank() in targets:
+                works.append(group.recv([part], source, 0))
+                size_bytes += part.numel()
+    for work in works:
+        work.wait()
+    for tensor, memory in copies:
+        tensor.copy_(memory)
+    return size_bytes
+
+
+def _compare(group: Any, first: int, tensors: Sequence[Tensor]) -> None:
+    """Compare the checksums of all members; all of them return, or raise, after the same call."""
+    checksum = 0
+    for tensor in tensors:
+        data = tensor.cpu().contiguous().view(-1).view(torch.uint8)
+        checksum = _native.crc32c(data.numpy(), checksum)
+    mine = torch.tensor([checksum])
+    every = [torch.zeros_like(mine) for _ in range(group.size())]
+    group.allgather([every], [mine]).wait()
+    if not torch.equal(mine, every[first]):
+        raise CorruptionError(
+            f"Elastic: after healing, this member ({group.rank()}) has checksum {checksum:08x}, "
+            f"member {first} has {int(every[first]):08x}"
+        )

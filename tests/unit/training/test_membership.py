@@ -1,0 +1,75 @@
+"""Who goes on with whom, in simulated time: hundreds of schedules of faults."""
+
+from __future__ import annotations
+
+import pytest
+
+from elastic_world import TIMEOUT_S, World
+from torchrelay.training._membership import Formation
+
+
+def fuzz(seed: int) -> World:
+    """Run a schedule of faults, then repair all and see the job go on."""
+    world = World(seed, 2 + seed % 5)
+    rng = world.rng
+    world.run(rng.uniform(0, 4))
+    for _ in range(rng.randrange(3, 12)):
+        fault = rng.choice(["kill", "kill", "vanish", "freeze", "thaw", "pair", "halves", "join", "join", "mend"])
+        alive = world.alive
+        victim = rng.choice(alive) if alive else None
+        if fault in ("kill", "vanish") and victim:
+            world.kill(victim, fault == "vanish")
+        elif fault == "freeze" and victim:
+            world.freeze(victim)
+        elif fault == "thaw":
+            for node in alive:
+                if node.is_frozen and rng.random() < 0.7:
+                    world.thaw(node)
+        elif fault == "pair":
+            world.cuts.add(frozenset(rng.sample(world.addresses, 2)))
+        elif fault == "halves":
+            world.cut({one for one in world.addresses if rng.random() < 0.5})
+        elif fault == "join":
+            dead = [one for one in world.addresses if world.at[one].is_dead]
+            if dead:
+                world.start(rng.choice(dead))
+        elif fault == "mend":
+            world.cuts.clear()
+        world.run(world.now_s + rng.choice([0.05, 0.5, TIMEOUT_S, 3 * TIMEOUT_S, 5 * TIMEOUT_S]))
+    repair(world)
+    return world
+
+
+def repair(world: World) -> None:
+    world.cuts.clear()
+    world.is_slow = False
+    for node in world.alive:
+        if node.is_frozen:
+            world.thaw(node)
+    before = max((node.version for node in world.alive), default=0)
+    world.run(world.now_s + 25 * TIMEOUT_S)
+    if may_go_on(world):
+        alive = world.alive
+        names = tuple(sorted(node.name for node in alive))
+        assert {node.formation.members for node in alive} == {names}, (alive, world.alive[0].machine.objection())
+        assert min(node.version for node in alive) > before, alive
+
+
+def may_go_on(world: World) -> bool:
+    """Whether those alive are a majority, of which one has the state, by all that they know."""
+    alive = {node.name for node in world.alive}
+    bases = {base for node in world.alive for base in node.machine.bases if base.number}
+    newest = max((node.machine.bases[0] for node in world.alive), default=Formation(0, ()))
+    bases = {base for base in bases if base >= newest}
+    is_majority = all(2 * len(alive & {*base.members}) > len(base.members) for base in bases)
+    is_whole = any(node.machine.is_whole for node in world.alive)
+    return bool(alive and bases and is_majority and is_whole)
+
+
+@pytest.mark.parametrize("start", range(0, 400, 50))
+def test_schedules(start: int) -> None:
+    for seed in range(start, start + 50):
+        try:
+            fuzz(seed)
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
