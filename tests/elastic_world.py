@@ -82,7 +82,9 @@ class Node:
         if formation is not None:
             assert formation.number == machine.number
             self.formation, self.index = formation, 0
-            self.tokens = defaultdict(dict, {k: v for k, v in self.tokens.items() if k[0] >= formation})
+            self.tokens = defaultdict(
+                dict, {k: v for k, v in self.tokens.items() if k[0] >= formation}
+            )
             self.enter("form", None)
 
     def publish(self) -> None:
@@ -130,13 +132,15 @@ class Node:
             if self.phase != "form":
                 self.lease = self.formation.number, self.former_s
             getattr(self, f"end_{self.phase}")([values[m] for m in self.formation.members])
-        elif any((self.formation, m) in self.left for m in self.formation.members if m not in values):
+        elif any(
+            (self.formation, m) in self.left for m in self.formation.members if m not in values
+        ):
             self.fail()
 
     def fail(self) -> None:
-        for member in self.formation.members:
-            if member != self.name:
-                formation, name = self.formation, self.name
+        formation, name = self.formation, self.name
+        for member in formation.members:
+            if member != name:
                 self.world.send(name, member, lambda node: node.hear_left(formation, name))
         if self.phase in ("vote", "heal"):
             self.start_round()
@@ -158,6 +162,7 @@ class Node:
     # --- what ends
 
     def end_form(self, _: list[Any]) -> None:
+        self.left_out = self.machine.left_out(self.formation)
         self.machine.install(self.formation)
         self.enter("meet", (self.record, self.digest))
 
@@ -177,9 +182,8 @@ class Node:
         machine.is_whole, self.is_in_doubt = mine.is_whole, False
         if mine.is_whole:
             self.world.agree(self)
-        for member in self.machine.states:
-            if member not in self.formation.members:
-                self.ignored[member] = self.world.now_s + 3 * TIMEOUT_S
+        for member in self.left_out:
+            self.ignored[member] = self.world.now_s + 3 * TIMEOUT_S
         if all(one.is_whole for one in resolved):
             self.compute()
         else:
@@ -230,7 +234,9 @@ class World:
 
     def start(self, address: str) -> Node:
         self.born += 1
-        node = Node(self, address, f"{address}/{self.rng.randrange(1000):03}{self.born}", **self.options)
+        node = Node(
+            self, address, f"{address}/{self.rng.randrange(1000):03}{self.born}", **self.options
+        )
         self.nodes[node.name] = self.at[address] = node
         self.tick(node)
         return node
@@ -261,7 +267,12 @@ class World:
     def refuses(self, one: str, other: str) -> bool:
         """Whether the kernel where ``other`` was says that it is gone."""
         node = self.find(other)
-        return not self.is_cut(one, other) and node is not None and node.is_dead and not node.is_silenced
+        return (
+            not self.is_cut(one, other)
+            and node is not None
+            and node.is_dead
+            and not node.is_silenced
+        )
 
     def delay_s(self) -> float:
         if self.is_slow and self.rng.random() < 0.03:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import json
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -66,6 +64,7 @@ class Agreement:
 
     def __init__(self, settings: ElasticSettings, layout: Sequence[str]) -> None:
         self.settings = settings
+        self._has_made_default = not dist.is_initialized()
         self.group = _new_group(settings.timeout_s)
         self._peers = _listen(settings, layout)
         founders = _resolve(settings.peers, "peers") or [self._peers.address]
@@ -76,13 +75,16 @@ class Agreement:
         )
         self.met = Met(Formation(0, ()), ())
         self._knocks: dict[str, dict[str, Any]] = {}  # what others published between rounds
-        self._handles: dict[str, str] = {}
+        self._published: dict[str, dict[str, Any]] = {}  # what others published last
+        self._known_s: dict[str, float] = {}  # since when, in this round
         self._ignored: dict[str, float] = {}
         self._lease, self._entered_s = (0, 0.0), 0.0
 
     def close(self) -> None:
         self.group.abort()
         self._peers.close()
+        if self._has_made_default and dist.group.WORLD is self.group:
+            dist.destroy_process_group()
 
     def collective(self, call: Callable[[Any], Any]) -> None:
         """Run a collective of the group; blocks. Once the next one has completed, all members have
@@ -96,7 +98,8 @@ class Agreement:
         """Return whether someone outside of the formation wants to be in it. Does not block."""
         self._peers.pump(0.0)
         for member, value in self._peers.received.items():
-            if self._ignored.get(member, 0.0) < time.monotonic():
+            is_member = member in self.met.formation.members
+            if not is_member and self._ignored.get(member, 0.0) < time.monotonic():
                 self._knocks[member] = value
         self._peers.received.clear()
         return bool(self._knocks)
@@ -111,6 +114,7 @@ class Agreement:
         """
         started_s = time.monotonic()
         self._peers.begin()
+        self._known_s.clear()
         self.machine.begin()
         for value in self._knocks.values():
             self._take(value)
@@ -123,9 +127,11 @@ class Agreement:
                 _logger.info("%s: %s could not form: %s", self.member, formation.members, error)
                 self.machine.fail()
                 continue
+            left_out = self.machine.left_out(formation)
             until_s = time.monotonic() + _IGNORED_TIMEOUTS * self.settings.timeout_s
-            outside = self.machine.states.keys() - {*formation.members}
-            self._ignored = dict.fromkeys(outside, until_s)
+            self._ignored = dict.fromkeys(left_out, until_s)
+            late = self.machine.states.keys() - left_out - {*formation.members}
+            self._knocks |= {member: self._published[member] for member in late}
             return self.met
 
     def _decide(self, started_s: float) -> Formation:
@@ -134,7 +140,10 @@ class Agreement:
         while True:
             self._look()
             formation = machine.decide()
-            value = {"state": machine.state.to_json(), "handle": self.group.get_reconfigure_handle()}
+            value = {
+                "state": machine.state.to_json(),
+                "handle": self.group.get_reconfigure_handle(),
+            }
             peers.publish(value, map(address_of, machine.known()))
             if formation is not None:
                 self._flush(formation)
@@ -156,15 +165,22 @@ class Agreement:
         is_lent = _now_s() - since_s < _LEASE * self.settings.timeout_s
         machine.is_fresh = is_lent and number == machine.bases[0].number > 0
         for member in machine.known():
-            address = address_of(member)
-            present = peers.present.get(address, member)
-            if address in peers.gone or (member != address and present != member):
+            known_s = self._known_s.setdefault(member, time.monotonic())
+            found, seen_s = peers.found.get(address_of(member), (member, 0.0))
+            if member == address_of(member):
+                is_lost = not found
+            else:  # it listened there when it became known, and does no more
+                is_lost = found != member and seen_s > known_s
+            if is_lost:
                 machine.lose(member)
 
     def _take(self, value: dict[str, Any]) -> None:
         try:
             state = State.from_json(value["state"])
-            self._handles[state.member] = str(value["handle"])
+            self._published[state.member] = {
+                "state": value["state"],
+                "handle": str(value["handle"]),
+            }
         except (KeyError, TypeError, ValueError) as error:
             _logger.warning("ignored what a member published: %r", error)
         else:
@@ -196,8 +212,8 @@ class Agreement:
 
     def _form(self, formation: Formation, record: Record) -> Met:
         """Form the group, and let its members meet."""
-        self._handles[self.member] = self.group.get_reconfigure_handle()
-        handles = [self._handles[member] for member in formation.members]
+        own = {self.member: {"handle": self.group.get_reconfigure_handle()}}
+        handles = [(self._published | own)[member]["handle"] for member in formation.members]
         digest = hashlib.blake2b(repr(formation).encode(), digest_size=8).digest()
         entered_s = _now_s()
         uuid = int.from_bytes(digest, "big", signed=True)
@@ -215,7 +231,7 @@ class Agreement:
 
 
 def _now_s() -> float:
-    """A clock that also runs while the host is suspended."""
+    """Return the time of a clock that also runs while the host is suspended."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
@@ -223,16 +239,15 @@ def _new_group(timeout_s: float) -> Any:
     """Return a group of this process alone, which :class:`Agreement` gives other members."""
     timeout = timedelta(seconds=timeout_s)
     if not dist.is_initialized():
-        dist.init_process_group("sml", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-        group: Any = dist.group.WORLD
-    else:
-        group = next(
-            group
-            for rank in range(dist.get_world_size())
-            if (group := dist.new_group([rank], backend="sml", timeout=timeout)) is not None
-            and rank == dist.get_rank()
+        dist.init_process_group(
+            "sml", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout
         )
-    return group
+        return dist.group.WORLD
+    groups = [
+        dist.new_group([rank], backend="sml", timeout=timeout)
+        for rank in range(dist.get_world_size())
+    ]
+    return groups[dist.get_rank()]
 
 
 def _listen(settings: ElasticSettings, layout: Sequence[str]) -> Peers:

@@ -288,9 +288,7 @@ class Elastic:
         former, machine = self.members, self._agreement.machine
         self._wants_round = True
         with self._costs.timed("changes"), _telemetry.event("elastic", "change"):
-            met = self._agreement.agree(
-                Record(self.version, self._is_in_doubt, machine.is_whole)
-            )
+            met = self._agreement.agree(Record(self.version, self._is_in_doubt, machine.is_whole))
         self._wants_round, self._is_in_doubt = False, False
         mine = met.records[met.formation.members.index(self._agreement.member)]
         machine.is_whole = mine.is_whole

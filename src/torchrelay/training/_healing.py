@@ -35,19 +35,23 @@ class Stateful(Protocol):
 
 
 class RandomStates:
-    """The states of the random generators of torch on the CPU, Python and NumPy."""
+    """The states of the random generators of torch on the CPU, Python and NumPy, as texts. They
+    differ between members: a new one gets those of the first that is whole.
+    """
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, str]:
+        name, keys, *rest = np.random.get_state(legacy=True)
         return {
-            "torch": torch.get_rng_state(),
-            "python": random.getstate(),
-            "numpy": np.random.get_state(),
+            "torch": torch.get_rng_state().numpy().tobytes().hex(),
+            "python": json.dumps(random.getstate()),
+            "numpy": json.dumps([name, np.asarray(keys).tolist(), *rest]),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        torch.set_rng_state(state["torch"])
-        random.setstate(state["python"])
-        np.random.set_state(state["numpy"])
+    def load_state_dict(self, state: dict[str, str]) -> None:
+        torch.set_rng_state(torch.frombuffer(bytearray.fromhex(state["torch"]), dtype=torch.uint8))
+        version, words, gauss = json.loads(state["python"])
+        random.setstate((version, tuple(words), gauss))
+        np.random.set_state(json.loads(state["numpy"]))
 
 
 def layout_of(states: Mapping[str, Stateful]) -> list[str]:
@@ -61,9 +65,7 @@ def layout_of(states: Mapping[str, Stateful]) -> list[str]:
     ]
 
 
-def heal(
-    group: Any, is_whole: Sequence[bool], states: Mapping[str, Stateful]
-) -> int:
+def heal(group: Any, is_whole: Sequence[bool], states: Mapping[str, Stateful]) -> int:
     """Give the members that are not whole the states of those that are. Collective; blocks.
 
     Returns the bytes that each of them has received.
@@ -92,14 +94,14 @@ def _local(value: Any) -> Tensor:
     """Return the part of a tensor that is here, or the memory of an array as a tensor."""
     if isinstance(value, np.ndarray):
         return torch.from_numpy(value)
-    local = value.to_local() if hasattr(value, "to_local") else value
+    local: Tensor = value.to_local() if hasattr(value, "to_local") else value
     return local.detach()
 
 
 def _described(tree: Any, leaves: Mapping[str, Any]) -> bytes:
     descriptions = []
     for name, leaf in leaves.items():
-        one = {"name": name}
+        one: dict[str, Any] = {"name": name}
         if isinstance(leaf, (Tensor, np.ndarray)):
             tensor = _local(leaf)
             one |= {
@@ -152,7 +154,7 @@ def _exchange(group: Any, is_whole: Sequence[bool], tensors: Sequence[Tensor]) -
         if memory is not tensor and not is_whole[group.rank()]:
             copies.append((tensor, memory))
         data = memory.view(-1).view(torch.uint8)
-        for part in data.split(_PIECE_BYTES) if data.numel() else ():
+        for part in torch.split(data, _PIECE_BYTES) if data.numel() else ():
             source = sources[piece % len(sources)]
             piece += 1
             if group.rank() == source:

@@ -45,7 +45,8 @@ class State:
     serial: int
     number: int
     bases: tuple[Formation, ...]
-    contacts: tuple[str, ...]
+    seen: tuple[str, ...]  # others that have published in this round, or wanted it
+    contacts: tuple[str, ...]  # those of them that are in it
     dead: tuple[str, ...]
     witnessed: tuple[str, ...]  # deaths that it learned while it was fresh
     silent: tuple[str, ...]
@@ -113,14 +114,14 @@ class Membership:
         self, member: str, founders: Iterable[str], min_size: int = 1, tie_breaker: str = ""
     ) -> None:
         self.member, self.min_size, self.tie_breaker = member, min_size, tie_breaker
-        self.bases = (Formation(0, tuple(sorted(founders))),)
+        self.bases: tuple[Formation, ...] = (Formation(0, tuple(sorted(founders))),)
         self.number, self.is_whole, self.is_fresh = 0, False, False
         self.states: dict[str, State] = {}  # of others, in this round
         self.dead: set[str] = set()
         self.witnessed: set[str] = set()
         self.silent: set[str] = set()
         self._is_settled = False
-        self._published = State(member, 0, 0, self.bases, (), (), (), (), False)
+        self._published = State(member, 0, 0, self.bases, (), (), (), (), (), False)
 
     # --- what happens
 
@@ -199,14 +200,19 @@ class Membership:
     def awaited(self) -> set[str]:
         """Return who has to come, or die, before this member can propose a formation."""
         contacts = self._contacts()
-        bases = {member for one in contacts.values() for base in one.bases for member in base.members}
-        return (bases | {*self.states}) - _names(contacts) - self.dead - self.silent
+        found = {member for one in contacts.values() for member in (*_members(one), *one.seen)}
+        return (found | {*self.states}) - _names(contacts) - self.dead - self.silent
 
     def known(self) -> set[str]:
         """Return the members, and addresses of founders, that this member knows of."""
-        bases = [*self.bases, *(base for one in self.states.values() for base in one.bases)]
-        found = {member for base in bases for member in base.members} | {*self.states}
-        return found - _names([self.member])
+        states = [self.state, *self.states.values()]
+        return {name for one in states for name in (*_members(one), *one.seen)} - _names(
+            [self.member]
+        )
+
+    def left_out(self, formation: Formation) -> set[str]:
+        """Return those that could not be in ``formation``, and should not be tried again soon."""
+        return ({*self._contacts()} | self.silent) - _names(formation.members)
 
     def objection(self) -> str:
         """Return why this member does not go on with those that it is in contact with."""
@@ -230,6 +236,7 @@ class Membership:
             self._published.serial,
             self.number,
             self.bases,
+            tuple(sorted(self.states)),
             tuple(sorted(self._contacts())),
             tuple(sorted(self.dead)),
             tuple(sorted(self.witnessed)),
@@ -312,6 +319,10 @@ class Membership:
             f"{len(present)} of {len(electors)} members are here, which is no majority, and no "
             f"sign that the others have ended: {', '.join(absent)}"
         )
+
+
+def _members(state: State) -> set[str]:
+    return {member for base in state.bases for member in base.members}
 
 
 def _names(members: Iterable[str]) -> set[str]:

@@ -69,6 +69,7 @@ class _Connection:
     unsent: bytes = b""
     is_connected: bool = False
     sent: int = 0
+    dialed_s: float = field(default_factory=time.monotonic)
     answers: Frames | None = None  # outgoing: once the nonce has arrived
 
 
@@ -93,8 +94,8 @@ class Peers:
 
     Attributes:
         received: what others have published since it was last emptied, by member.
-        gone: addresses at which nobody listens.
-        present: the member at each address that has answered.
+        found: by address, the member that listens there, empty if none does, and a time before
+            that was seen.
         refusals: why others refuse this member, by address.
     """
 
@@ -104,8 +105,7 @@ class Peers:
     about: dict[str, str]
     member: str = ""
     received: dict[str, dict[str, Any]] = field(default_factory=dict)
-    gone: set[str] = field(default_factory=set)
-    present: dict[str, str] = field(default_factory=dict)
+    found: dict[str, tuple[str, float]] = field(default_factory=dict)
     refusals: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -132,8 +132,8 @@ class Peers:
         for target in self._targets.values():
             self._hang_up(target)
         self._targets.clear()
-        for known in (self.gone, self.present, self.refusals):
-            known.clear()
+        self.found.clear()
+        self.refusals.clear()
 
     def publish(self, value: Mapping[str, Any], addresses: Iterable[str]) -> None:
         """Publish ``value`` in the place of what was published before."""
@@ -148,7 +148,9 @@ class Peers:
     def is_flushed(self, addresses: Iterable[str]) -> bool:
         """Return whether the newest value is on its way to ``addresses``."""
         targets = [self._targets[one] for one in addresses if one in self._targets]
-        return not any(one.is_behind or (one.connection and one.connection.unsent) for one in targets)
+        return not any(
+            one.is_behind or (one.connection and one.connection.unsent) for one in targets
+        )
 
     def pump(self, wait_s: float) -> None:
         """Send and receive what is possible; wait for something to do for up to ``wait_s``."""
@@ -172,7 +174,9 @@ class Peers:
         target.redial_s = min(2 * target.redial_s, _MOST_REDIAL_S)
         target.dial_s = time.monotonic() + target.redial_s
         error = sock.connect_ex((host, port))
-        self._selector.register(sock, selectors.EVENT_WRITE, lambda e: self._ready(address, target, e))
+        self._selector.register(
+            sock, selectors.EVENT_WRITE, lambda e: self._ready(address, target, e)
+        )
         if error not in (0, errno.EINPROGRESS):
             self._lost(address, target, error)
 
@@ -223,8 +227,7 @@ class Peers:
             if "refused" in answer:
                 self.refusals[address] = str(answer["refused"])
                 raise ValueError(answer["refused"])
-            self.present[address] = str(answer["member"])
-            self.gone.discard(address)
+            self.found[address] = str(answer["member"]), connection.dialed_s
             target.redial_s = _REDIAL_S
 
     def _flush(self, address: str, target: _Target) -> None:
@@ -253,10 +256,9 @@ class Peers:
             self._hang_up(target)
 
     def _lost(self, address: str, target: _Target, error: int) -> None:
+        if error == errno.ECONNREFUSED and target.connection is not None:
+            self.found[address] = "", target.connection.dialed_s
         self._hang_up(target)
-        if error == errno.ECONNREFUSED:
-            self.gone.add(address)
-            self.present.pop(address, None)
 
     def _hang_up(self, target: _Target) -> None:
         if target.connection is not None:
@@ -273,7 +275,9 @@ class Peers:
             connection.nonce = secrets.token_hex(8)
             connection.frames.key = self._key(connection.nonce)
             if len(self._incoming) >= _MOST_INCOMING:
-                self._drop(next((one for one in self._incoming if not one.member), self._incoming[0]))
+                self._drop(
+                    next((one for one in self._incoming if not one.member), self._incoming[0])
+                )
             self._incoming.append(connection)
             self._selector.register(sock, selectors.EVENT_READ, lambda _: self._read(connection))
             greeting = {"version": _VERSION, "key": self.key_name, "nonce": connection.nonce}

@@ -64,7 +64,7 @@ class ElasticLoader:
         rank, size = step.rank, step.size
         at = self.epoch, self.position, rank, size
         if self._running is None or self._running[0] != at:
-            parts = self._parts(*at)
+            parts: Any = self._parts(*at)
             loader = DataLoader(self.dataset, batch_sampler=parts, **self._options)
             self._running = at, iter(loader)
         batches = self._running[1]
@@ -82,7 +82,7 @@ class ElasticLoader:
         step.samples = len(part)
         return batch
 
-    def _parts(self, epoch: int, position: int, rank: int, size: int) -> Iterator[list[int]]:
+    def _parts(self, epoch: int, position: int, rank: int, size: int) -> Iterator[Sequence[int]]:
         while True:
             part = self._batch(epoch, position)[rank::size]
             if part:

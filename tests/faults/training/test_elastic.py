@@ -1,0 +1,230 @@
+"""Members of an elastic job that are killed, frozen, cut off, late or wrong: the others go on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import torchrelay
+from ranks import free_port
+from torchrelay.errors import MismatchError
+from torchrelay.training import Elastic, ElasticLoader, Step
+from torchrelay.world import World
+from waiting import eventually
+
+if TYPE_CHECKING:
+    from ranks import RunProcesses
+
+SAMPLES, BATCH = 40, 12
+
+
+class Job:
+    """A member's part of a job, and a folder in which all note what they commit."""
+
+    def __init__(
+        self, rank: int, folder: str, addresses: list[str], width: int = 4, **settings: Any
+    ) -> None:
+        self.rank, self.folder = rank, Path(folder)
+        torch.manual_seed(100 + rank)
+        random.seed(rank)
+        np.random.seed(rank)
+        self.model = nn.Sequential(nn.Linear(4, width), nn.Dropout(0.5), nn.Linear(width, 2))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 3)
+        generator = torch.Generator().manual_seed(0)
+        self.data = torch.utils.data.TensorDataset(
+            torch.arange(SAMPLES), torch.randn(SAMPLES, 4, generator=generator)
+        )
+        self.loader = ElasticLoader(self.data, BATCH)
+        self.elastic = Elastic(
+            {
+                "model": self.model,
+                "optimizer": self.optimizer,
+                "scheduler": self.scheduler,
+                "loader": self.loader,
+            },
+            **{"address": addresses[rank], "peers": ",".join(addresses), "timeout_s": 20.0}
+            | settings,
+        )
+
+    def step(self, during: Callable[[], None] = lambda: None) -> Step:
+        with self.elastic.step() as step:
+            batch = self.loader.take(step)
+            taken = [] if batch is None else batch[0].tolist()
+            self.optimizer.zero_grad()
+            if batch is not None:
+                self.model(batch[1]).square().mean().backward()
+            during()
+            step.reduce(self.model)
+            step.on_commit(lambda: self.note({"step": step.number, "taken": taken}))
+        if step.committed:
+            self.optimizer.step()
+            self.scheduler.step()
+        return step
+
+    def run(self, versions: int, during: Callable[[], None] = lambda: None) -> str:
+        while self.elastic.version < versions:
+            self.step(during)
+        return self.digest()
+
+    def note(self, what: dict[str, Any]) -> None:
+        line = json.dumps(what | {"rank": self.rank, "members": self.elastic.members}) + "\n"
+        with open(self.folder / f"notes{self.rank}", "a") as file:
+            file.write(line)
+
+    def digest(self) -> str:
+        """All of the state: what is equal here is equal in every bit."""
+        states = [
+            one.state_dict() for one in (self.model, self.optimizer, self.scheduler, self.loader)
+        ]
+        found = hashlib.sha256()
+
+        def add(value: Any) -> None:
+            if isinstance(value, dict):
+                value = [*value.items()]
+            if isinstance(value, (list, tuple)):
+                for one in value:
+                    add(one)
+            elif isinstance(value, torch.Tensor):
+                found.update(value.numpy().tobytes())
+            else:
+                found.update(repr(value).encode())
+
+        add(states)
+        return found.hexdigest()
+
+
+def notes(folder: Path) -> list[dict[str, Any]]:
+    return [
+        json.loads(line) for file in folder.glob("notes*") for line in file.read_text().splitlines()
+    ]
+
+
+def check_samples(folder: Path, versions: int) -> None:
+    """Each committed step has taken its samples once, whoever was there; each epoch all of them."""
+    steps: dict[int, list[int]] = {number: [] for number in range(versions)}
+    for note in notes(folder):
+        steps[note["step"]] += note["taken"]
+    epoch: list[int] = []
+    for number in range(versions):
+        assert len(steps[number]) == len({*steps[number]}), f"step {number}: {steps[number]}"
+        epoch += steps[number]
+        if len(epoch) == SAMPLES:
+            assert sorted(epoch) == list(range(SAMPLES))
+            epoch = []
+    assert len(epoch) == versions % 4 * BATCH
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.fixture
+def addresses() -> list[str]:
+    return [f"127.0.0.1:{free_port()}" for _ in range(5)]
+
+
+def _die_in_turn(world: World, folder: str, addresses: list[str], hosts: str) -> str:
+    os.environ["TORCHRELAY_HOST_ID"] = hosts[world.rank]
+    job = Job(world.rank, folder, addresses[: world.size], min_size=1)
+    eventually(lambda: (job.step(), job.elastic.group.size() == world.size)[1])
+    start = job.elastic.version
+    Path(folder, f"all{world.rank}").write_text(str(start))
+    eventually(lambda: (job.step(), len(list(Path(folder).glob("all*"))) == world.size)[1])
+
+    def during() -> None:
+        if job.elastic.group.rank() == 0 and job.elastic.group.size() > 1:
+            die()
+
+    return job.run(job.elastic.version + 12, during)
+
+
+@pytest.mark.parametrize("hosts", ["aaaa", "abab"])
+def test_all_but_one_die_one_after_the_other(
+    hosts: str, run_processes: RunProcesses, tmp_path: Path, addresses: list[str]
+) -> None:
+    """The first one first, each within a step."""
+    results = run_processes(_die_in_turn, 4, folder=str(tmp_path), addresses=addresses, hosts=hosts)
+    ended = [result.exitcode for result in results]
+    assert ended.count(-signal.SIGKILL) == 3, [result.error for result in results]
+    assert ended.count(0) == 1, [result.error for result in results]
+    check_samples(tmp_path, 1 + max(note["step"] for note in notes(tmp_path)))
+
+
+def _freeze(world: World, folder: str, addresses: list[str]) -> str:
+    job = Job(world.rank, folder, addresses[: world.size], timeout_s=2.5)
+    pid = Path(folder, "frozen")
+    eventually(lambda: (job.step(), job.elastic.group.size() == world.size)[1])
+
+    def freeze_once() -> None:
+        if world.rank == 1 and not pid.exists():
+            pid.write_text(str(os.getpid()))
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    thawed = False
+    back = Path(folder, "back")
+    while not back.exists() or job.elastic.version < int(back.read_text()) + 3:
+        job.step(freeze_once)
+        if world.rank == 0 and pid.exists() and job.elastic.group.size() == 2 and not thawed:
+            thawed = True
+            os.kill(int(pid.read_text()), signal.SIGCONT)
+        if world.rank == 1 and job.elastic.group.size() == 3 and not back.exists():
+            back.with_suffix(".new").write_text(str(job.elastic.version))
+            back.with_suffix(".new").rename(back)
+    return job.digest()
+
+
+def test_one_that_is_frozen_is_left_out_and_comes_back(
+    run_processes: RunProcesses, tmp_path: Path, addresses: list[str]
+) -> None:
+    results = run_processes(_freeze, 3, folder=str(tmp_path), addresses=addresses)
+    assert all(result.ok for result in results), [result.error for result in results]
+    assert len({result.value for result in results}) == 1
+    check_samples(tmp_path, 1 + max(note["step"] for note in notes(tmp_path)))
+
+
+def _join(world: World, folder: str, addresses: list[str]) -> str:
+    """Rank 2 comes late; first with another model, another token and another version."""
+    go, members = Path(folder, "go"), addresses[: world.size]
+    if world.rank == 2:
+        eventually(go.exists)
+        for wrong, message in (
+            ({"width": 5}, "the model is 4 tensors"),
+            ({"token": "of another job"}, "its token or key is"),
+            ({"min_size": 3}, "min_size is 3 there"),
+        ):
+            job = Job(2, folder, members, **wrong)
+            with pytest.raises(MismatchError, match=message):
+                job.step()
+            job.elastic.close()
+        torchrelay.__version__, version = "0.0.1", torchrelay.__version__
+        job = Job(2, folder, members)
+        torchrelay.__version__ = version
+        with pytest.raises(MismatchError, match=r"the version of torchrelay is 0\.0\.1 there"):
+            job.step()
+        job.elastic.close()
+    job = Job(world.rank, folder, members)
+    while job.elastic.group.size() < world.size:
+        job.step()
+        if world.rank == 0 and job.elastic.group.size() == 2 and job.elastic.version > 4:
+            go.touch()
+    return job.run(20)
+
+
+def test_one_that_is_late_has_all_states_and_wrong_ones_are_refused(
+    run_processes: RunProcesses, tmp_path: Path, addresses: list[str]
+) -> None:
+    results = run_processes(_join, 3, folder=str(tmp_path), addresses=addresses)
+    assert all(result.ok for result in results), [result.error for result in results]
+    assert len({result.value for result in results}) == 1
