@@ -37,8 +37,8 @@ PUBLIC = {
     "parameters.optim": "adagrad adam add rowwise_adagrad sgd",
     "switching": "Client GenerateOptions InputSpec ModelStore Region Reply SharedCache StoredModel"
     " Switcher Token TokenStream TrainingHandle TrainingTask",
-    "training": "AnyPrecisionAdamW DiLoCo Elastic ElasticLoader GossipGraDState LocalSGD SlowMoState"
-    " SlowMomentumOptimizer Step GossipTopology get_num_modules gossip_grad_hook slowmo_hook",
+    "training": "AnyPrecisionAdamW DiLoCo Elastic ElasticLoader GossipGraDState LocalSGD"
+    " SlowMoState SlowMomentumOptimizer Step GossipTopology get_num_modules gossip_grad_hook slowmo_hook",
 }
 
 
