@@ -38,7 +38,8 @@ PUBLIC = {
     "switching": "Client GenerateOptions InputSpec ModelStore Region Reply SharedCache StoredModel"
     " Switcher Token TokenStream TrainingHandle TrainingTask",
     "training": "AnyPrecisionAdamW DiLoCo Elastic ElasticLoader GossipGraDState LocalSGD"
-    " SlowMoState SlowMomentumOptimizer Step GossipTopology get_num_modules gossip_grad_hook slowmo_hook",
+    " SlowMoState SlowMomentumOptimizer Step GossipTopology get_num_modules gossip_grad_hook"
+    " slowmo_hook",
 }
 
 
