@@ -51,9 +51,12 @@ dist.destroy_process_group()
 """
 
 LIGHTNING = """
-import torch, torch.distributed as dist
+import sys, torch, torch.distributed as dist
 import lightning.pytorch as lightning
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
+from torchrelay.checkpoint import verify
+from torchrelay.checkpoint.lightning import CheckpointIO
 
 class Model(lightning.LightningModule):
     def __init__(self):
@@ -64,7 +67,7 @@ class Model(lightning.LightningModule):
         return self.layer(batch[0]).square().mean()
 
     def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+        return torch.optim.Adam(self.parameters(), lr=0.1)
 
 class Last(lightning.Callback):
     def on_train_end(self, trainer, module):
@@ -75,17 +78,41 @@ class Last(lightning.Callback):
 
 torch.manual_seed(0)
 rows = torch.utils.data.TensorDataset(torch.randn(16, 4))
-lightning.Trainer(
-    accelerator="cpu", devices=2, strategy=DDPStrategy(process_group_backend="sml"), max_epochs=1,
-    callbacks=[Last()], logger=False, enable_checkpointing=False, enable_progress_bar=False,
-    enable_model_summary=False,
-).fit(Model(), torch.utils.data.DataLoader(rows, batch_size=4))
+
+def fit(epochs, path=None):
+    trainer = lightning.Trainer(
+        accelerator="cpu", devices=2, strategy=DDPStrategy(process_group_backend="sml"),
+        max_epochs=epochs, callbacks=[Last(), ModelCheckpoint(sys.argv[1], save_last=True)],
+        plugins=[CheckpointIO()], logger=False, enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Model(), torch.utils.data.DataLoader(rows, batch_size=4), ckpt_path=path)
+    return trainer
+
+last = fit(1).checkpoint_callback.last_model_path
+assert verify(last)
+resumed = fit(2, last)
+assert resumed.global_step == 4 and resumed.optimizers[0].state_dict()["state"][0]["step"] == 4
 """
 
 TRAINER = """
-import sys, torch, torch.distributed as dist
+import dataclasses, json, sys, torch, torch.distributed as dist
 dist.init_process_group("sml")  # before the arguments, which know Gloo and NCCL only
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
+from torchrelay.checkpoint import HuggingFace, latest, load, save
+
+class Checkpoints(TrainerCallback):
+    def on_step_end(self, args, state, control, **objects):
+        files = {"trainer_state.json": json.dumps(dataclasses.asdict(state))}
+        path = f"{args.output_dir}/checkpoint-{state.global_step}"
+        save(parts(**objects), path, keep=3, layout=HuggingFace(files=files))
+
+    def on_train_begin(self, args, state, control, **objects):
+        if state.global_step:
+            load(parts(**objects), f"{args.output_dir}/checkpoint-{state.global_step}")
+
+def parts(model, optimizer, lr_scheduler, **_):
+    return {"model": model, "optimizer": optimizer, "scheduler": lr_scheduler}
 
 class Model(torch.nn.Module):
     def __init__(self):
@@ -95,13 +122,21 @@ class Model(torch.nn.Module):
     def forward(self, x):
         return {"loss": self.layer(x).square().mean()}
 
-torch.manual_seed(0)
-arguments = TrainingArguments(
-    sys.argv[1], use_cpu=True, max_steps=3, save_strategy="no", report_to=[], disable_tqdm=True,
-    ddp_find_unused_parameters=False,
-)
-trainer = Trainer(Model(), arguments, train_dataset=[{"x": torch.randn(4)} for _ in range(64)])
-trainer.train()
+def train(folder, steps):
+    torch.manual_seed(0)
+    arguments = TrainingArguments(
+        folder, use_cpu=True, max_steps=steps, save_strategy="no", report_to=[], disable_tqdm=True,
+        ddp_find_unused_parameters=False, lr_scheduler_type="constant_with_warmup", warmup_steps=3,
+    )
+    rows = [{"x": torch.randn(4)} for _ in range(64)]
+    trainer = Trainer(Model(), arguments, train_dataset=rows, callbacks=[Checkpoints()])
+    trainer.train(resume_from_checkpoint=latest(folder, None))
+    return trainer, arguments
+
+straight, _ = train(sys.argv[1] + "/straight", 3)
+train(sys.argv[1] + "/resumed", 2)
+trainer, arguments = train(sys.argv[1] + "/resumed", 3)
+assert torch.equal(trainer.model.layer.weight, straight.model.layer.weight)
 weight = trainer.model.layer.weight.detach()
 weights = [torch.empty_like(weight) for _ in range(2)]
 dist.all_gather(weights, weight)
@@ -111,14 +146,15 @@ dist.destroy_process_group()
 """
 
 ACCELERATE = """
-import torch, torch.distributed as dist
+import sys, torch, torch.distributed as dist
 dist.init_process_group("sml")  # before Accelerator(), which knows Gloo, MPI and CCL only
 from accelerate import Accelerator
+from torchrelay.checkpoint import load, save
 
 accelerator = Accelerator(cpu=True)
 torch.manual_seed(accelerator.process_index)
 model = torch.nn.Linear(4, 1)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
 values = torch.randn(16, 4, generator=torch.Generator().manual_seed(1))
 rows = torch.utils.data.TensorDataset(values)
 model, optimizer, loader = accelerator.prepare(
@@ -130,7 +166,16 @@ for (batch,) in loader:
     accelerator.backward(model(batch).square().mean())
     optimizer.step()
     steps += 1
-weight = accelerator.unwrap_model(model).weight.detach()
+bare = accelerator.unwrap_model(model)
+state = {"model": bare, "optimizer": optimizer, "step": steps}
+save(state, f"{sys.argv[1]}/step-{steps}")
+before = bare.weight.detach().clone()
+with torch.no_grad():
+    bare.weight.zero_()
+optimizer.state_dict()["state"][0]["exp_avg"].zero_()
+load(state, sys.argv[1])
+assert torch.equal(bare.weight, before) and optimizer.state_dict()["state"][0]["exp_avg"].any()
+weight = bare.weight.detach()
 weights = accelerator.gather(weight)
 assert torch.equal(*weights) and steps == 2
 print(f"over {dist.get_backend()} {accelerator.num_processes}")
@@ -347,7 +392,7 @@ def test_mpirun_starts_the_ranks_of_several_hosts(tmp_path: Path) -> None:
 
 def test_lightning_takes_the_name_of_the_backend(tmp_path: Path) -> None:
     pytest.importorskip("lightning", reason="needs lightning")
-    assert run(LIGHTNING, tmp_path).count("over sml 2") == 2
+    assert run(LIGHTNING, tmp_path, str(tmp_path / "ckpt")).count("over sml 2") == 4
 
 
 def test_hugging_face_trainer_takes_the_group_that_is_there(tmp_path: Path) -> None:
@@ -358,7 +403,7 @@ def test_hugging_face_trainer_takes_the_group_that_is_there(tmp_path: Path) -> N
 
 def test_accelerate_takes_the_group_that_is_there(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
-    assert run(ACCELERATE, tmp_path).count("over sml 2") == 2
+    assert run(ACCELERATE, tmp_path, str(tmp_path / "ckpt")).count("over sml 2") == 2
 
 
 def test_ray_train_takes_the_name_of_the_backend(tmp_path: Path) -> None:

@@ -3,7 +3,8 @@ any layout.
 
 Public: :class:`Checkpointer`, :func:`save`, :func:`async_save`, :class:`Keep`,
 :class:`HuggingFace`, :func:`load`, :func:`latest`, :func:`verify`, and :class:`Writer` and
-:class:`Reader`, the storage layer for ``torch.distributed.checkpoint``.
+:class:`Reader`, the storage layer for ``torch.distributed.checkpoint``; for other trainers, the
+modules ``lightning`` and ``torch_checkpointing``.
 """
 
 from __future__ import annotations

@@ -164,10 +164,9 @@ class OptimizerPart(Part):
 
     def _own_code(self) -> tuple[str, ...]:
         owner = self.owner
-        hooks = (
-            *owner._optimizer_load_state_dict_pre_hooks.values(),
-            *owner._optimizer_state_dict_post_hooks.values(),
-        )
+        hooks: list[Any] = []
+        for name in ("_optimizer_load_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks"):
+            hooks += getattr(owner, name, {}).values()  # accelerate's, which wraps one, has none
         return super()._own_code() if _is_trusted(owner.__setstate__, *hooks) else ("",)
 
     def path(self, path: Path) -> Path:
