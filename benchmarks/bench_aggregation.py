@@ -2,6 +2,7 @@
 Gloo, Open MPI and DeepSpeed's shared memory, interleaved in the same processes; and DDP.
 
     python benchmarks/bench_aggregation.py        # 8 B to 256 MiB, 2 and 4 ranks: about 3 minutes
+    python benchmarks/bench_aggregation.py --ways     # of a call from torch to sml; torch 2.15
     python benchmarks/bench_aggregation.py --smoke    # one tiny iteration; writes nothing
 
 DeepSpeed is a rival where it is installed and compiles its operator (``pip install deepspeed``).
@@ -38,6 +39,7 @@ from report import free_port, table, write
 IMAGE = Path(__file__).parent.parent / "docs" / "images" / "aggregation.png"
 SIZES = (8, 1 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20, 256 << 20)
 ROUNDS = 7
+WAYS_SIZES, WAYS_ROUNDS = (8, 64 << 10), 25
 # Of the largest messages, which take seconds.
 FEW_ROUNDS, MANY_BYTES = 3, 16 << 20
 # How long one rival is timed in one round, and at most how often it is called.
@@ -63,6 +65,14 @@ DDP_HEADER = [
     "to Gloo's, relative",
 ]
 
+ABOUT_WAYS = (
+    "A blocking all-reduce of float32 by 2 ranks of one host, in us, the least of all rounds; in "
+    "brackets, times the shortest way. *short*: the sum of a plain tensor, which the group itself "
+    "runs, on every torch. *direct*: a maximum, run as all other calls were before `sml` became a "
+    "backend. *operators*: the same by c10d's operators and its Backend in Python, without the "
+    "flight recorder, which torch 2.15 attaches to each group; *recorded*: with it."
+)
+
 Seconds = dict[str, list[float]]
 
 
@@ -74,10 +84,22 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--sizes", type=int, nargs="*", default=SIZES, help="of messages, in bytes")
     parser.add_argument("--no-ddp", action="store_true")
+    parser.add_argument("--ways", action="store_true", help="compare the ways of a call instead")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
         work(arguments)
+        return
+    if arguments.ways:
+        seconds = launch(2)["sizes"]
+        names = list(seconds[str(WAYS_SIZES[0])])
+        rows = []
+        for size, by_way in seconds.items():
+            least = {name: min(times) for name, times in by_way.items()}
+            base = least["short"]
+            cells = (f"{least[name] * 1e6:.1f} ({least[name] / base:.1f})" for name in names)
+            rows.append([f"{size} B", *cells])
+        write("backend", "The ways of a call to sml", ABOUT_WAYS, table(["size", *names], rows))
         return
     results = {ranks: launch(ranks) for ranks in ([2] if arguments.smoke else arguments.ranks)}
     parts = [part for ranks, result in results.items() for part in report(ranks, result)]
@@ -134,13 +156,23 @@ def work(arguments: argparse.Namespace) -> None:
     dist.init_process_group("sml", store=world.connect(), rank=world.rank, world_size=world.size)
     gloo = dist.new_group(backend="gloo")
     result: dict[str, Any] = {"sizes": {}, "mpi": mpi_version()}
-    for size in SIZES[:3] if smoke else arguments.sizes:
+    if arguments.ways:
+        ways = make_ways(gloo)
+        for size in WAYS_SIZES:
+            tensor = torch.ones(size // 4)
+            rivals = {name: (tensor, functools.partial(way, tensor)) for name, way in ways.items()}
+            result["sizes"][str(size)] = race(rivals, WAYS_ROUNDS)
+    for size in [] if arguments.ways else SIZES[:3] if smoke else arguments.sizes:
         rivals = make_rivals(size, gloo)
         check(rivals, world.size)
         result["sizes"][str(size)] = race(
             rivals, rounds=1 if smoke else ROUNDS if size < MANY_BYTES else FEW_ROUNDS
         )
-    models = {} if arguments.no_ddp else {"transformer": transformer, "ResNet-like": resnet}
+    models = (
+        {}
+        if arguments.no_ddp or arguments.ways
+        else {"transformer": transformer, "ResNet-like": resnet}
+    )
     result["ddp"] = {
         name: ddp(make, gloo, steps=2 if smoke else STEPS) for name, make in models.items()
     }
@@ -205,6 +237,27 @@ def make_rivals(size: int, gloo: Any) -> dict[str, tuple[torch.Tensor, Callable[
     copy = torch.empty_like(source)
     rivals["floor"] = (copy, lambda: copy.copy_(source))
     return rivals
+
+
+def make_ways(gloo: Any) -> dict[str, Callable[[torch.Tensor], object]]:
+    """The ways of a call that ``--ways`` compares."""
+    from torchrelay.aggregation import all_reduce_  # noqa: PLC0415
+
+    os.environ["TORCH_FR_BUFFER_SIZE"] = "0"
+    bare = dist.new_group(backend="sml")
+    del os.environ["TORCH_FR_BUFFER_SIZE"]
+    recorded: Any = dist.new_group(backend="sml")
+    opts = dist.AllreduceOptions()
+    opts.reduceOp, opts.asyncOp = dist.ReduceOp.MAX, False
+    maximum = dist.ReduceOp.MAX
+    return {
+        "all_reduce_": all_reduce_,
+        "short": dist.all_reduce,
+        "direct": lambda tensor: recorded.core._on.all_reduce([tensor], opts),
+        "operators": lambda tensor: dist.all_reduce(tensor, maximum, group=bare),
+        "recorded": lambda tensor: dist.all_reduce(tensor, maximum, group=recorded),
+        "Gloo": lambda tensor: dist.all_reduce(tensor, maximum, group=gloo),
+    }
 
 
 def check(rivals: dict[str, tuple[torch.Tensor, Callable[[], object]]], ranks: int) -> None:
