@@ -31,6 +31,10 @@ _AllreduceOptions = dist.AllreduceOptions
 # Variables by which users ask torch to look at each call. The flight recorder is on without them,
 # and then does not see the sums that take the short path.
 _ASKING = ("TORCH_DIST_NAN_CHECK", "TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+_NO_OPTIONS = (
+    "sml: a part of a group has its settings and its devices, and the group no other backends; "
+    "use new_group(ranks, backend=..., pg_options=...)"
+)
 
 
 class _Issued(threading.local):
@@ -109,11 +113,13 @@ class SmlBackend(Core, _Backend):  # type: ignore[misc]
         self, ranks_to_exclude: Sequence[int], shrink_flags: int = 0, opts_override: object = None
     ) -> SmlBackend:
         """Return the backend of all other ranks; called by c10d on those."""
+        if opts_override is not None:
+            raise UnsupportedError(_NO_OPTIONS)
         ranks = [rank for rank in range(self.size()) if rank not in ranks_to_exclude]
         if shrink_flags & dist.distributed_c10d.SHRINK_ABORT:
             self.abort()
         store = dist.PrefixStore(f"without/{sorted(ranks_to_exclude)}", self.store)
-        backend: SmlBackend = self.split_off(ranks, store, self.timeout_s)
+        backend: SmlBackend = self.split_off(self, ranks, store, self.timeout_s)
         backend.supports_splitting = False  # its group is c10d's, which calls split on all ranks
         return backend
 
@@ -214,19 +220,18 @@ class SmlGroup(_ProcessGroup):  # type: ignore[misc]
         opts: object = None,
         group_name: str | None = None,
         group_desc: str | None = None,
-        device_types: object = None,
+        device_types: Sequence[torch.device] | None = None,
     ) -> SmlGroup | None:
         """Return a group of these ranks of this one, with the same settings; None on others."""
-        if self.core.others._device_types:
-            raise UnsupportedError(
-                "sml: a group with other backends cannot be split; use new_group for its ranks"
-            )
+        devices = {device.type for device in device_types or self._device_types}
+        if opts is not None or devices != self.core.devices or self.core.others._device_types:
+            raise UnsupportedError(_NO_OPTIONS)
         if self.rank() not in new_ranks:
             return None
         name = group_name or f"{self.group_name}:split:{new_ranks}"
         timeout_s = self.core.timeout_s if timeout is None else timeout.total_seconds()
         store = dist.PrefixStore(f"{name}/", self.core.store)
-        core = self.core.split_off(new_ranks, store, timeout_s)
+        core = self.core.split_off(self.core, new_ranks, store, timeout_s)
         group = SmlGroup(core, core)
         group._set_group_name(name)
         group._set_group_desc(group_desc or f"{self.group_desc}:split")

@@ -77,8 +77,8 @@ class Core:
         devices: the device types of ``sml`` in this group.
         others: a plain group of the same ranks that holds the backends of all other device types.
         new_member: makes what this rank is in groups that it forms with :meth:`reconfigure`.
-        split_off: makes the core of some ranks of this group, over a store, with a timeout in
-            seconds for calls that give none.
+        split_off: makes the core of some ranks of the group of the core that it is given, over a
+            store, with a timeout in seconds for calls that give none.
 
     Attributes:
         host: the collectives of CPU tensors; None if another backend has them.
@@ -100,7 +100,7 @@ class Core:
         devices: Sequence[str],
         others: dist.ProcessGroup | None,
         new_member: Callable[[], Member],
-        split_off: Callable[[Sequence[int], dist.Store, float], Any],
+        split_off: Callable[[Any, Sequence[int], dist.Store, float], Any],
     ) -> None:
         self.store, self.devices = store, frozenset(devices)
         self.others: Any = _ProcessGroup(store, rank, size) if others is None else others

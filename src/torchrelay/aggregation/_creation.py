@@ -93,7 +93,9 @@ def _new_core(
             member.adopt(plane, int(meeting.attempt, 16))
         return member
 
-    def split_off(ranks: Sequence[int], store: dist.Store, timeout_s: float) -> SmlBackend:
+    def split_off(
+        core: SmlBackend, ranks: Sequence[int], store: dist.Store, timeout_s: float
+    ) -> SmlBackend:
         # The members of a group that was formed again have no other names than their ranks.
         chosen = [names[rank] for rank in ranks] if core.processes else list(ranks)
         place = ranks.index(core.rank())
@@ -126,10 +128,9 @@ def _new_core(
                     settings,
                 )
         processes = dict(zip(names, meeting.processes, strict=True))
-    core = SmlBackend(
+    return SmlBackend(
         plane, store, rank, size, timeout_s, processes, devices, others, new_member, split_off
     )
-    return core
 
 
 def _plane_of(
