@@ -39,7 +39,7 @@ from report import free_port, table, write
 IMAGE = Path(__file__).parent.parent / "docs" / "images" / "aggregation.png"
 SIZES = (8, 1 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20, 256 << 20)
 ROUNDS = 7
-WAYS_SIZES, WAYS_ROUNDS = (8, 64 << 10), 25
+WAYS_SIZES, WAYS_ROUNDS, WAYS_CALLS = (8, 64 << 10), 25, 100
 # Of the largest messages, which take seconds.
 FEW_ROUNDS, MANY_BYTES = 3, 16 << 20
 # How long one rival is timed in one round, and at most how often it is called.
@@ -157,11 +157,7 @@ def work(arguments: argparse.Namespace) -> None:
     gloo = dist.new_group(backend="gloo")
     result: dict[str, Any] = {"sizes": {}, "mpi": mpi_version()}
     if arguments.ways:
-        ways = make_ways(gloo)
-        for size in WAYS_SIZES:
-            tensor = torch.ones(size // 4)
-            rivals = {name: (tensor, functools.partial(way, tensor)) for name, way in ways.items()}
-            result["sizes"][str(size)] = race(rivals, WAYS_ROUNDS)
+        result["sizes"] = race_of_ways(make_ways(gloo))
     for size in [] if arguments.ways else SIZES[:3] if smoke else arguments.sizes:
         rivals = make_rivals(size, gloo)
         check(rivals, world.size)
@@ -247,9 +243,9 @@ def make_ways(gloo: Any) -> dict[str, Callable[[torch.Tensor], object]]:
     bare = dist.new_group(backend="sml")
     del os.environ["TORCH_FR_BUFFER_SIZE"]
     recorded: Any = dist.new_group(backend="sml")
+    maximum: Any = dist.ReduceOp.MAX
     opts = dist.AllreduceOptions()
-    opts.reduceOp, opts.asyncOp = dist.ReduceOp.MAX, False
-    maximum = dist.ReduceOp.MAX
+    opts.reduceOp, opts.asyncOp = maximum, False
     return {
         "all_reduce_": all_reduce_,
         "short": dist.all_reduce,
@@ -258,6 +254,23 @@ def make_ways(gloo: Any) -> dict[str, Callable[[torch.Tensor], object]]:
         "recorded": lambda tensor: dist.all_reduce(tensor, maximum, group=recorded),
         "Gloo": lambda tensor: dist.all_reduce(tensor, maximum, group=gloo),
     }
+
+
+def race_of_ways(ways: dict[str, Callable[[torch.Tensor], object]]) -> dict[str, Seconds]:
+    """Seconds a call, of each way in each round, by size."""
+    result: dict[str, Seconds] = {}
+    for size in WAYS_SIZES:
+        tensor = torch.ones(size // 4)
+        seconds = result[str(size)] = {name: [] for name in ways}
+        for _ in range(WAYS_ROUNDS):
+            for name, way in ways.items():
+                dist.barrier()
+                start = time.perf_counter()
+                for _ in range(WAYS_CALLS):
+                    way(tensor)
+                seconds[name].append((time.perf_counter() - start) / WAYS_CALLS)
+                tensor.fill_(1)
+    return result
 
 
 def check(rivals: dict[str, tuple[torch.Tensor, Callable[[], object]]], ranks: int) -> None:

@@ -22,7 +22,8 @@ def test_ranks_that_are_threads(world: World) -> None:
     from torch.testing._internal.distributed import multi_threaded_pg
 
     multi_threaded_pg._install_threaded_pg()  # c10d's world becomes each thread's own
-    torch._C._distributed_c10d._set_thread_isolation_mode(True)
+    c10d: Any = torch._C._distributed_c10d
+    c10d._set_thread_isolation_mode(True)
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with ThreadPoolExecutor(SIZE) as pool:
         ranks = [pool.submit(_rank, rank, server.port) for rank in range(SIZE)]
@@ -64,7 +65,7 @@ def _use(rank: int) -> None:
         tensor = torch.full((count,), rank + 1.0)
         dist.all_reduce(tensor)
         assert tensor.eq(6).all()
-        dist.all_reduce(tensor, async_op=True).wait()  # type: ignore[union-attr]
+        dist.all_reduce(tensor, async_op=True).wait()
         assert all_reduce_(tensor).eq(54).all()
     total = functional.all_reduce(torch.full((3,), rank + 1.0), "sum", dist.group.WORLD)  # type: ignore[arg-type]
     assert functional.wait_tensor(total).eq(6).all()
