@@ -10,8 +10,6 @@
 #include <cstdint>
 #include <memory>
 
-#include "core/error.h"
-
 namespace torchrelay {
 
 using Released = nanobind::call_guard<nanobind::gil_scoped_release>;
@@ -35,10 +33,7 @@ Duration from_seconds(double seconds) {
 }
 
 // Lets Ctrl-C through while a thread of Python waits in native code. Takes the GIL.
-inline void check_signals() {
-  const nanobind::gil_scoped_acquire gil;
-  if (PyErr_CheckSignals() != 0) throw Error(Code::kInterrupted, "interrupted");
-}
+void check_signals();
 
 // Keeps a Python object alive; may be dropped by a thread without the GIL. Null for None.
 template <class Object>

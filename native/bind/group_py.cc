@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "convert.h"
+#include "core/error.h"
 #include "group/group.h"
 #include "register.h"
 

@@ -5,6 +5,7 @@
 
 #include <cstring>
 
+#include "convert.h"
 #include "core/error.h"
 #include "register.h"
 
@@ -44,6 +45,11 @@ void raise_in_python(const std::exception_ptr& pointer, void*) {
 }
 
 }  // namespace
+
+void torchrelay::check_signals() {
+  const nb::gil_scoped_acquire gil;
+  if (PyErr_CheckSignals() != 0) throw Error(Code::kInterrupted, "interrupted");
+}
 
 NB_MODULE(_native, module) {
   module.doc() = "The native core: memory, reductions and messages. Knows neither torch nor the components.";

@@ -2,6 +2,7 @@
 #include <nanobind/stl/string.h>
 
 #include "convert.h"
+#include "core/error.h"
 #include "core/shared_memory.h"
 #include "register.h"
 

@@ -14,9 +14,9 @@
 #include <thread>
 #include <vector>
 
-#include "core/error.h"
-
 namespace torchrelay {
+
+class Error;
 
 // What fails operations of a group that is destroyed before they end.
 Error destroyed();

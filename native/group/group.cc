@@ -4,6 +4,8 @@
 #include <type_traits>
 #include <utility>
 
+#include "core/error.h"
+
 namespace torchrelay {
 namespace {
 

@@ -10,6 +10,7 @@
 #include <string>
 #include <utility>
 
+#include "core/error.h"
 #include "group/shares.h"
 
 namespace torchrelay {

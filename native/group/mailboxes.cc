@@ -5,6 +5,8 @@
 #include <cstring>
 #include <utility>
 
+#include "core/error.h"
+
 namespace torchrelay {
 namespace {
 

@@ -7,6 +7,7 @@
 #include <string>
 #include <thread>
 
+#include "core/error.h"
 #include "group/messenger_parts.h"
 
 namespace torchrelay {

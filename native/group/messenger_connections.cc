@@ -2,6 +2,7 @@
 #include <cerrno>
 #include <cstring>
 
+#include "core/error.h"
 #include "group/messenger_parts.h"
 
 namespace torchrelay {

@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "core/cores.h"
+#include "core/error.h"
 
 namespace torchrelay {
 namespace {

@@ -9,7 +9,6 @@
 #include <exception>
 #include <limits>
 
-#include "core/error.h"
 #include "group/executor.h"
 
 namespace torchrelay {

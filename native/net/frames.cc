@@ -6,6 +6,8 @@
 #include <string>
 #include <utility>
 
+#include "core/error.h"
+
 namespace torchrelay::net {
 namespace {
 

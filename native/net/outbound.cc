@@ -9,7 +9,7 @@
 namespace torchrelay::net {
 namespace {
 
-constexpr std::chrono::milliseconds kRetry{100};  // between two attempts to connect
+constexpr std::chrono::milliseconds kReconnect{100};  // between two attempts to connect
 
 }  // namespace
 
@@ -92,7 +92,7 @@ void Outbound::watch_for_space(bool wanted) {
 }
 
 void Outbound::retry_later() {
-  timer_ = loop_.call_at(Clock::now() + kRetry, [weak = weak_from_this()] {
+  timer_ = loop_.call_at(Clock::now() + kReconnect, [weak = weak_from_this()] {
     if (const auto self = weak.lock()) self->resume();
   });
 }

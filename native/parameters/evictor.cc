@@ -1,5 +1,6 @@
 #include "parameters/evictor.h"
 
+#include "core/error.h"
 #include "parameters/request_router.h"
 
 namespace torchrelay::parameters {

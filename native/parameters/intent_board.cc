@@ -1,5 +1,6 @@
 #include "parameters/intent_board.h"
 
+#include "core/error.h"
 #include "parameters/replica_side.h"
 
 namespace torchrelay::parameters {

@@ -5,6 +5,8 @@
 #include <cstring>
 #include <string>
 
+#include "core/error.h"
+
 namespace torchrelay::parameters {
 
 void Membership::join(std::uint32_t user_id) {

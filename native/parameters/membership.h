@@ -4,7 +4,6 @@
 
 #include <vector>
 
-#include "core/error.h"
 #include "parameters/slab.h"
 
 namespace torchrelay::parameters {

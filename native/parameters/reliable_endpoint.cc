@@ -1,5 +1,6 @@
 #include "parameters/reliable_endpoint.h"
 
+#include "core/error.h"
 #include "parameters/slab_layout.h"
 
 namespace torchrelay::parameters {

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "core/error.h"
 #include "parameters/evictor.h"
 #include "parameters/owner_side.h"
 #include "parameters/reply_sender.h"

@@ -1,5 +1,7 @@
 #include "parameters/reply_sender.h"
 
+#include "core/error.h"
+
 namespace torchrelay::parameters {
 
 // We may have met the requester's predecessor: what is sent to that one's address is lost.

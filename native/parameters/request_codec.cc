@@ -1,5 +1,7 @@
 #include "parameters/request_codec.h"
 
+#include "core/error.h"
+
 namespace torchrelay::parameters {
 namespace {
 

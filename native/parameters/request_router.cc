@@ -1,5 +1,6 @@
 #include "parameters/request_router.h"
 
+#include "core/error.h"
 #include "parameters/evictor.h"
 #include "parameters/owner_side.h"
 #include "parameters/replica_side.h"

@@ -5,6 +5,7 @@
 #include <map>
 
 #include "core/error.h"
+#include "core/shared_memory.h"
 
 namespace torchrelay::parameters {
 namespace {
@@ -98,7 +99,13 @@ std::vector<ClassInfo> lay_out(const StoreSpec& spec, Plan& plan) {
 }  // namespace
 
 Slab::Slab(SharedMemory memory)
-    : memory_(std::move(memory)), header_(reinterpret_cast<SlabHeader*>(memory_.data())) {}
+    : memory_(std::make_unique<SharedMemory>(std::move(memory))),
+      header_(reinterpret_cast<SlabHeader*>(memory_->data())) {}
+
+Slab::Slab(Slab&& other) noexcept = default;
+Slab::~Slab() = default;
+
+std::string Slab::address() const { return memory_->address(); }
 
 void Slab::map() {
   users_ = reinterpret_cast<User*>(at(header_->users_offset));
@@ -139,8 +146,8 @@ Slab Slab::create(const StoreSpec& spec) {
 Slab Slab::attach(const std::string& address) {
   Slab slab(SharedMemory::attach(address));
   const SlabHeader& header = *slab.header_;
-  if (slab.memory_.size_bytes() < sizeof(SlabHeader) || header.magic != kMagic ||
-      header.version != kVersion || header.size_bytes != slab.memory_.size_bytes())
+  if (slab.memory_->size_bytes() < sizeof(SlabHeader) || header.magic != kMagic ||
+      header.version != kVersion || header.size_bytes != slab.memory_->size_bytes())
     throw Error(Code::kProtocol,
                 "parameters: the segment at " + address + " is no table of this version of torchrelay");
   slab.map();

@@ -4,15 +4,19 @@
 // entries.
 #pragma once
 
+#include <memory>
 #include <string>
 #include <vector>
 
-#include "core/shared_memory.h"
 #include "parameters/mark_set.h"
 #include "parameters/slab_layout.h"
 #include "parameters/store_spec.h"
 
-namespace torchrelay::parameters {
+namespace torchrelay {
+
+class SharedMemory;
+
+namespace parameters {
 
 class Slab {
  public:
@@ -22,8 +26,11 @@ class Slab {
   static Slab attach(const std::string& address);
   void publish();
 
-  std::string address() const { return memory_.address(); }
-  std::byte* at(std::uint64_t offset) const { return memory_.data() + offset; }
+  Slab(Slab&& other) noexcept;
+  ~Slab();
+
+  std::string address() const;
+  std::byte* at(std::uint64_t offset) const { return reinterpret_cast<std::byte*>(header_) + offset; }
   SlabHeader& header() { return *header_; }
   const SlabHeader& header() const { return *header_; }
   User* users() { return users_; }
@@ -72,7 +79,7 @@ class Slab {
   explicit Slab(SharedMemory memory);
   void map();
 
-  SharedMemory memory_;
+  std::unique_ptr<SharedMemory> memory_;
   SlabHeader* header_;
   User* users_ = nullptr;
   ClassInfo* classes_ = nullptr;
@@ -83,4 +90,5 @@ class Slab {
   std::atomic<std::int64_t>* keys_ = nullptr;  // null: dense
 };
 
-}  // namespace torchrelay::parameters
+}  // namespace parameters
+}  // namespace torchrelay

@@ -15,13 +15,16 @@
 #include <span>
 #include <vector>
 
-#include "core/error.h"
 #include "core/liveness.h"
 #include "parameters/element.h"
 #include "parameters/robust_lock.h"
 #include "parameters/update_rule.h"
 
-namespace torchrelay::parameters {
+namespace torchrelay {
+
+enum class Code;
+
+namespace parameters {
 
 constexpr std::uint32_t kMaxChannels = 64;
 constexpr std::uint32_t kMaxWorkers = 256;
@@ -201,4 +204,5 @@ struct SlabHeader : Geometry {
   std::atomic<std::uint64_t> stats[kMaxUsers][kNumStats];
 };
 
-}  // namespace torchrelay::parameters
+}  // namespace parameters
+}  // namespace torchrelay

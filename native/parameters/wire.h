@@ -10,7 +10,6 @@
 #include <string>
 #include <type_traits>
 
-#include "core/error.h"
 #include "net/endpoint.h"
 
 namespace torchrelay::parameters {
@@ -135,9 +134,7 @@ class Reader {
     return reinterpret_cast<const T*>(take_bytes(count * sizeof(T)));
   }
   const std::byte* take_bytes(std::size_t size_bytes) {
-    if (size_bytes > remaining())
-      throw Error(Code::kProtocol, "parameters: a message ends " + std::to_string(size_bytes - remaining()) +
-                                       " bytes too early");
+    if (size_bytes > remaining()) throw_short(size_bytes - remaining());
     const std::byte* data = at_;
     at_ += size_bytes;
     return data;
@@ -146,6 +143,8 @@ class Reader {
   const std::byte* position() const { return at_; }
 
  private:
+  [[noreturn]] static void throw_short(std::size_t missing_bytes);
+
   const std::byte* at_;
   const std::byte* end_;
 };

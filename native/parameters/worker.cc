@@ -7,6 +7,8 @@
 #include <unordered_set>
 #include <utility>
 
+#include "core/error.h"
+
 namespace torchrelay::parameters {
 namespace {
 

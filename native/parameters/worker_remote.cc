@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <unordered_set>
 
+#include "core/error.h"
 #include "parameters/locked_entry.h"
 #include "parameters/worker.h"
 

@@ -14,6 +14,7 @@
 #include <thread>
 
 #include "core/error.h"
+#include "core/reduce.h"
 #include "switch/datagrams.h"
 
 namespace torchrelay::switchml {

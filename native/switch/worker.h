@@ -11,12 +11,14 @@
 #include <string>
 #include <vector>
 
-#include "core/error.h"
 #include "core/origin.h"
-#include "core/reduce.h"
 #include "switch/stream.h"
 
-namespace torchrelay::switchml {
+namespace torchrelay {
+
+enum class Dtype : std::uint8_t;
+
+namespace switchml {
 
 struct WorkerOptions {
   std::string switch_name;  // for errors
@@ -79,4 +81,5 @@ class Worker {
   std::string broken_;  // why
 };
 
-}  // namespace torchrelay::switchml
+}  // namespace switchml
+}  // namespace torchrelay

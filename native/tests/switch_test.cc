@@ -14,6 +14,7 @@
 #include <thread>
 
 #include "check.h"
+#include "core/dtype.h"
 #include "switch/quantizer.h"
 #include "switch/state.h"
 #include "switch/stream.h"
