@@ -1,5 +1,5 @@
-"""The models of bench_switching: transformers configurations and a GoogLeNet, random weights,
-nothing downloaded.
+"""The models of bench_switching and bench_generate: transformers configurations and a GoogLeNet,
+random weights, nothing downloaded.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["NAMES", "SMOKE", "build", "inputs_of"]
+__all__ = ["NAMES", "SMOKE", "build", "inputs_of", "language_model"]
 
 IMAGES = ("resnet152", "vit", "convnext", "inception", "tiny-resnet")
 NAMES = ("resnet152", "inception", "bert", "vit", "gpt2", "convnext", "qwen2")
@@ -126,3 +126,24 @@ def inputs_of(name: str) -> dict[str, torch.Tensor]:
     if name in IMAGES:
         return {"pixel_values": torch.zeros(1, 3, 224, 224)}
     return {"input_ids": torch.arange(64).reshape(1, 64)}
+
+
+def language_model(kind: str, width: int, layers: int) -> torch.nn.Module:
+    """Return a language model of transformers with 4,000 tokens and no end of a text."""
+    import transformers  # noqa: PLC0415 - takes seconds
+
+    heads = width // 64
+    sizes: dict[str, Any] = {
+        "hidden_size": width,
+        "intermediate_size": 3 * width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+    }
+    if kind == "gpt2":
+        sizes = {"n_embd": width, "n_layer": layers, "n_head": heads, "n_positions": 2048}
+    tokens = {"vocab_size": 4000, "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
+    configuration = transformers.AutoConfig.for_model(kind, **sizes, **tokens)
+    make: Any = transformers.AutoModelForCausalLM.from_config
+    made: torch.nn.Module = make(configuration)
+    return made.eval()
