@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -253,6 +254,26 @@ def test_embeddings_are_those_of_transformers(client: Any, vectors: Any) -> None
     many = client.embeddings.create(model="bert", input=[TEXTS[i % 3] for i in range(70)])
     found = torch.tensor([one.embedding for one in many.data])
     torch.testing.assert_close(found, expected[[i % 3 for i in range(70)]])
+
+
+def test_the_node_client_gets_what_the_python_client_gets(client: Any, url: str) -> None:
+    node, folder = shutil.which("node"), os.environ.get("OPENAI_NODE_FOLDER", "")
+    if node is None or not (Path(folder) / "node_modules" / "openai").is_dir():
+        pytest.skip("needs node, and OPENAI_NODE_FOLDER: npm install --prefix FOLDER openai")
+    script = Path(__file__).with_name("openai_client.mjs")
+    written = subprocess.check_output([node, script, url], timeout=300)
+    found = json.loads(written)
+    asked: Any = {"model": "llama", "temperature": 0, "max_tokens": 12}
+    chat = client.chat.completions.create(messages=MESSAGES, **asked)
+    assert found["chat"] == found["streamed"] == chat.choices[0].message.content
+    assert found["usage"]["total_tokens"] == chat.usage.total_tokens
+    completion = client.completions.create(prompt=PROMPT, **asked)
+    assert found["completion"] == completion.choices[0].text
+    made = client.embeddings.create(model="bert", input=["two", "a cat"])
+    expected = torch.tensor([one.embedding for one in made.data])
+    torch.testing.assert_close(torch.tensor(found["vectors"]), expected)
+    assert found["names"] == ["bert", "gpt-2", "llama"]
+    assert found["error"] == ["NotFoundError", 404, "model_not_found"]
 
 
 IMAGE = [{"type": "image_url", "image_url": {"url": "data:,"}}]
