@@ -8,12 +8,13 @@ import errno
 import re
 import time
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar, overload
 
 from torchrelay.checkpoint._local import LocalFolder, LocalTransaction
@@ -48,6 +49,7 @@ __all__ = [
 
 _REQUESTS = 8  # at once
 _SHOWN = 4  # series that an error names
+_NONE: Mapping[str, Head] = MappingProxyType({})
 _RAISE: Any = object()
 T = TypeVar("T")
 _NUMBERED = re.compile(r"(.*?)([0-9]+)([^0-9]*)", re.DOTALL)
@@ -249,12 +251,18 @@ def commit_time_ns(heads: dict[str, Head]) -> int:
     return max([time.time_ns(), *(head.saved_at_ns + 1 for head in heads.values())])
 
 
-def heads_in(parent: Path) -> dict[str, Head]:
-    """Return the first line of each manifest of ours directly inside ``parent``, by path."""
+def heads_in(parent: Path, known: Mapping[str, Head] = _NONE) -> dict[str, Head]:
+    """Return the first line of each manifest of ours directly inside ``parent``, by path; of those
+    that are known, it is not read again.
+    """
     with closing(open_folder(parent)) as folder:
         paths = folder.folders()
+
+    def head(path: str) -> Head | None:
+        return known[path] if path in known else head_at(partial(open_folder, path))
+
     with ThreadPoolExecutor(_REQUESTS, "torchrelay-checkpoint") as pool:
-        heads = pool.map(lambda path: head_at(partial(open_folder, path)), paths)
+        heads = pool.map(head, paths)
         return {path: head for path, head in zip(paths, heads, strict=True) if head is not None}
 
 
@@ -273,16 +281,16 @@ def _is_whole(path: str) -> bool:
     return True
 
 
-def retain(path: Path, keep: Keep, heads: dict[str, Head] | None = None) -> None:
+def retain(path: Path, keep: Keep, known: Mapping[str, Head] = _NONE) -> None:
     """Remove the checkpoints of the series of ``path`` that ``keep`` does not keep; never ``path``
-    itself. ``heads`` are those in its folder, if they were read a moment ago.
+    itself. ``known`` are those in its folder of which the heads were read a moment ago.
     """
     parent, name = split(path)
     with closing(open_folder(parent)) as folder:
         spared = folder.linked()
     heads = {
         old: head
-        for old, head in (heads_in(parent) if heads is None else heads).items()
+        for old, head in heads_in(parent, known).items()
         if split(old)[1] == head.name and _series(head.name) == _series(name)
     }
     newest = 0

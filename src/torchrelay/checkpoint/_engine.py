@@ -249,14 +249,14 @@ class Save:
             StorageError: it cannot be committed, or an older one not removed.
         """
         parent, name = split(self.path)
-        heads: dict[str, Head] | None = None
+        heads: dict[str, Head] = {}
         with suppress(StorageError):  # one may be allowed to write there, but not to list
             heads = heads_in(parent)
-        head = Head(commit_time_ns(heads or {}), self.transaction.save_id, name)
+        head = Head(commit_time_ns(heads), self.transaction.save_id, name)
         names, small = self._exported(parts)
         manifest, sizes = assemble(everyone, parts, head, names, small)
         self.transaction.commit(manifest, sizes, names)
-        self._retain(None if heads is None else {**heads, self.path: head})
+        self._retain({**heads, self.path: head})
 
     def _exported(self, parts: Sequence[Written]) -> tuple[dict[str, str], dict[str, DataFile]]:
         """Write the files beside what the parts export. Return the names that files have in the
@@ -294,10 +294,10 @@ class Save:
             names[written] = name
         return names, small
 
-    def _retain(self, heads: dict[str, Head] | None) -> None:
+    def _retain(self, known: dict[str, Head]) -> None:
         if self._keep is not None:
             try:
-                retain(self.path, self._keep, heads)
+                retain(self.path, self._keep, known)
             except StorageError as error:
                 raise StorageError(
                     error.errno,

@@ -51,6 +51,22 @@ def test_the_newest_is_the_last_committed_whatever_the_clock_says(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-4", "step-5"]
 
 
+def test_what_another_process_commits_meanwhile_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _save(tmp_path, "step-1", "step-2")
+    asked, now = "torchrelay.checkpoint._engine.commit_time_ns", _catalog.commit_time_ns
+
+    def meanwhile(heads: dict[str, _manifest.Head]) -> int:  # of the folder as it was listed
+        monkeypatch.setattr(asked, now)
+        _save(tmp_path, "step-3")
+        return now(heads)
+
+    monkeypatch.setattr(asked, meanwhile)
+    save({"name": "step-4"}, tmp_path / "step-4", fsync=False, keep=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-3", "step-4"]
+
+
 def test_of_several_series_none_is_chosen(tmp_path: Path) -> None:
     _save(tmp_path, "step-1", "step-2", "eval-7", "best")
     message = r"series of checkpoints: eval-\* \(newest eval-7\), step-\* \(newest step-2\); give"
