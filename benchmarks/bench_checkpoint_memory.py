@@ -1,18 +1,22 @@
 """Checkpoints in memory of two hosts: what a save of every step costs, and how soon a job resumes.
 
-    python benchmarks/bench_checkpoint_memory.py            # about five minutes
+    python benchmarks/bench_checkpoint_memory.py            # about three minutes
     python benchmarks/bench_checkpoint_memory.py --smoke    # small and short; writes nothing
 
 Needs root and iproute2. Two hosts in network namespaces, with a rank each that has half of the
 state. A step is an amount of matrix multiplication that takes a second on one core. The stall is
 the time within the call; what a step takes in all also has what the memory servers, the writer
 processes or the threads of the saver take from the trainers' cores. One copy is that of a rank's
-part, by torch, into memory that was used before.
+part, by torch, into memory that was used before. torch_checkpointing is compared where it is
+installed (`.ci/overlay rivals --no-deps torch-checkpointing`, then `build/rivals/bin/python`);
+nvidia-resiliency-ext 0.4.1 refuses tensors that are not on a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
+import importlib
 import json
 import os
 import shutil
@@ -22,7 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import closing, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +40,11 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.multiprocessing.spawn import start_processes
 
 from torchrelay.checkpoint import Checkpointer
-from torchrelay.checkpoint._memory_socket import MemoryClient, job_of
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import namespaces
+from memory_jobs import end_servers, server_pid
+from preloaded import IMPORTED
 
 SIZE_BYTES = 500_000_000
 LINK_MBIT = 1000  # for the loss of a host
@@ -71,45 +76,95 @@ def _step_of(seconds: float) -> Callable[[], None]:
     return lambda: work(count)
 
 
+def _saver_of_dcp(folder: str, state: dict[str, Any]) -> Callable[[], Any]:
+    """A save in a thread; returns what waits for it."""
+    path, threads = f"{folder}/dcp", dist.new_group()  # its thread communicates, too
+
+    def save() -> Any:
+        shutil.rmtree(path, ignore_errors=True)
+        dist.barrier()
+        written: Any = dcp.async_save(
+            state,
+            storage_writer=dcp.FileSystemWriter(path, sync_files=False),
+            async_checkpointer_type=AsyncCheckpointerType.THREAD,
+            process_group=threads,
+        )
+        return written.result
+
+    return save
+
+
+def _saver_of_torch_checkpointing(
+    folder: str, state: dict[str, Any], ends: list[Callable[[], None]]
+) -> Callable[[], Any] | None:
+    """A save in another process, of the tensors of this rank; returns what waits for it."""
+    try:
+        from torch_checkpointing import CheckpointManager, config, staging  # noqa: PLC0415
+        from torch_checkpointing.storage import filesystem  # noqa: PLC0415
+    except ImportError:
+        return None
+    stage = staging.CheckpointStagerConfig(
+        use_async_staging=False, use_pinned_memory=False, use_non_blocking_copy=False
+    )
+    process = config.CheckpointProcessConfig(subprocess_init_timeout_secs=120)
+    manager = CheckpointManager(
+        CheckpointManager.Config(
+            save=config.AsyncCheckpointSaverConfig(staging_config=stage, process_config=process),
+            storage_config=filesystem.LocalFileSystemStorageConfig(use_direct_io=False),
+        )
+    )
+    ends.append(manager.close)
+    local = {name: one.to_local() for name, one in state.items()}
+    number = 0
+
+    def save() -> Any:
+        nonlocal number
+        number += 1
+        shutil.rmtree(f"{folder}/torch_checkpointing-{number - 1}", ignore_errors=True)
+        written: Any = manager.save(f"{folder}/torch_checkpointing-{number}", {"model": local})
+        return written.result
+
+    return save
+
+
 def _saves(folder: str, size_bytes: int, rounds: int, step_s: float) -> dict[str, Any]:
     """Seconds in the call, and of the step and the call, by the way to save; in turn."""
     state, step = _state(size_bytes, 1.0), _step_of(step_s)
-    job = Checkpointer(f"{folder}/ckpt", partner=True, disk_every=None)
-    alone = Checkpointer(f"{folder}/alone", disk_every=None)
-    pending: dict[str, Any] = {}
-    threads = dist.new_group()  # DCP's thread communicates while the trainer does
     number = 0
+    ends: list[Callable[[], None]] = []
 
-    def by_dcp(kind: AsyncCheckpointerType) -> Callable[[], None]:
-        def save() -> None:
-            name = kind.value
-            if name in pending:
-                pending[name].result()
-            shutil.rmtree(f"{folder}/{name}", ignore_errors=True)
-            dist.barrier()
-            pending[name] = dcp.async_save(
-                state,
-                storage_writer=dcp.FileSystemWriter(f"{folder}/{name}", sync_files=False),
-                async_checkpointer_type=kind,
-                process_group=threads,
-            )
+    def saver(**options: Any) -> Callable[[], Any]:
+        job = Checkpointer(f"{folder}/{options or 'alone'}", disk_every=None, **options)
+        ends.append(partial(job.close, drop=True))
+
+        def save() -> Any:
+            job.save(state, step=number)
+            return job.wait
 
         return save
 
-    ways = {
-        "no save": lambda: None,
-        "memory and partner": lambda: job.save(state, step=number),
-        "memory": lambda: alone.save(state, step=number),
-        "DCP async_save to disk, a thread": by_dcp(AsyncCheckpointerType.THREAD),
+    kept = Checkpointer(f"{folder}/ckpt", partner=True, disk_every=None)
+    ways: dict[str, Callable[[], Any] | None] = {
+        "no save": lambda: lambda: None,
+        "memory and partner": saver(partner=True),
+        "memory": saver(),
+        "DCP async_save to disk, a thread": _saver_of_dcp(folder, state),
+        "torch_checkpointing to disk, a process": _saver_of_torch_checkpointing(
+            folder, state, ends
+        ),
     }
-    times: dict[str, Any] = {name: {"call": [], "step": []} for name in ways}
+    times: dict[str, Any] = {name: {"call": [], "step": []} for name, save in ways.items() if save}
     for round_ in range(rounds + 1):
-        for name, save in ways.items():
+        for name in times:
+            save, wait = ways[name], None
+            assert save is not None
             for _ in range(3):  # the first of a way has what the way before left
                 number += 1
                 dist.barrier()
                 start = time.perf_counter()
-                save()
+                if wait is not None and "disk" in name:
+                    wait()  # one at a time
+                wait = save()
                 called = time.perf_counter()
                 step()
                 dist.barrier()
@@ -117,11 +172,12 @@ def _saves(folder: str, size_bytes: int, rounds: int, step_s: float) -> dict[str
             if round_ > 0:  # memory is made, and processes are started, in the first
                 times[name]["call"].append(called - start)
                 times[name]["step"].append(ended - start)
-            job.wait()
-            alone.wait()
-            for handle in pending.values():
-                handle.result()
-    alone.close(drop=True)
+            assert wait is not None
+            wait()
+    for end in ends:
+        end()
+    kept.save(state, step=1)
+    kept.close()
     return times
 
 
@@ -169,14 +225,10 @@ def _rank(
 
 def _run(ranks: int, hosts: namespaces.Hosts, folder: str, what: str, *arguments: Any) -> Any:
     Path(f"{folder}/store").unlink(missing_ok=True)
-    start_processes(_rank, (ranks, hosts, folder, what, *arguments), ranks)  # type: ignore[no-untyped-call]
+    start_processes(  # type: ignore[no-untyped-call]
+        _rank, (ranks, hosts, folder, what, *arguments), ranks, start_method="fork"
+    )
     return json.loads(Path(f"{folder}/found.json").read_text())
-
-
-def _kill_server(folder: str, host: int) -> None:
-    os.environ["TORCHRELAY_HOST_ID"] = str(host)
-    with suppress(OSError), closing(MemoryClient(job_of(f"{folder}/ckpt"))) as client:
-        os.kill(client.ask("status")["pid"], signal.SIGKILL)
 
 
 def _measure(folder: str, size_bytes: int, rounds: int, step_s: float) -> list[str]:
@@ -209,7 +261,8 @@ def _measure(folder: str, size_bytes: int, rounds: int, step_s: float) -> list[s
             if limited:
                 hosts.limit(LINK_MBIT)
             if lost:
-                _kill_server(folder, 1)
+                os.environ["TORCHRELAY_HOST_ID"] = "1"
+                os.kill(server_pid(f"{folder}/ckpt"), signal.SIGKILL)
             found = _run(ranks, hosts, folder, "_loads", *arguments)
             link_s = size_bytes / 2 / (LINK_MBIT * 1e6 / 8)
             ratio = f"{found['load'] / found['copy']:.2f} copies"
@@ -223,12 +276,14 @@ def _measure(folder: str, size_bytes: int, rounds: int, step_s: float) -> list[s
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--smoke", action="store_true", help="small and short; writes nothing")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=4)
     arguments = parser.parse_args()
     if reason := namespaces.missing("tc"):
         raise SystemExit(reason)
-    folder = tempfile.mkdtemp()
-    os.environ["TMPDIR"] = folder
+    for module in IMPORTED:
+        importlib.import_module(module)
+    gc.freeze()  # ranks are forked
+    folder = os.environ["TMPDIR"] = tempfile.mkdtemp()
     load = os.getloadavg()[0]
     try:
         if arguments.smoke:
@@ -236,8 +291,7 @@ def main() -> None:
         else:
             parts = _measure(folder, SIZE_BYTES, arguments.rounds, 1.0)
     finally:
-        for host in range(2):
-            _kill_server(folder, host)
+        end_servers(2)
         shutil.rmtree(folder, ignore_errors=True)
     print("\n\n".join(parts))
     if not arguments.smoke:
