@@ -38,9 +38,10 @@ _NO_OPTIONS = (
 
 
 class _Issued(threading.local):
-    """The Works that the backend made for the call of a group that this thread is in."""
+    """The Works that a backend made for the call of its group that this thread is in."""
 
-    works: list[dist.Work] | None = None
+    backend: SmlBackend | None = None
+    works: list[dist.Work]
 
 
 _issued = _Issued()
@@ -78,7 +79,7 @@ class SmlBackend(Core, _Backend):  # type: ignore[misc]
         return self._issue(super().end_coalescing())
 
     def _issue(self, work: Any) -> dist.Work:
-        if _issued.works is not None:
+        if _issued.backend is self:
             _issued.works.append(work)
         if self._abort_hooks and work.in_progress:
             work.get_future().add_done_callback(lambda _: self.report_failure())
@@ -127,12 +128,16 @@ class SmlBackend(Core, _Backend):  # type: ignore[misc]
 class _Issuing:
     """A call of a group, which gets the Works that the backend makes for it."""
 
+    def __init__(self, backend: SmlBackend) -> None:
+        self._outer = _issued.__dict__.copy()  # another call's, where a hook makes this one
+        _issued.backend, _issued.works = backend, []
+
     def __enter__(self) -> list[dist.Work]:
-        self._outer, _issued.works = _issued.works, []
         return _issued.works
 
     def __exit__(self, kind: object, error: object, _: object) -> None:
-        _issued.works = self._outer
+        _issued.backend = None
+        _issued.__dict__.update(self._outer)
         if kind is NotImplementedError:
             reason = str(error).partition(". ")[0]
             raise UnsupportedError(
@@ -209,7 +214,7 @@ class SmlGroup(_ProcessGroup):  # type: ignore[misc]
                 raise
             if work is not None:
                 return work
-        with _Issuing() as works:
+        with _Issuing(self.core) as works:
             made: dist.Work = _ProcessGroup.allreduce(self, *arguments, **named)
         return works[0] if works else made
 
@@ -243,7 +248,7 @@ def _method(name: str) -> Callable[..., dist.Work]:
     run = getattr(_ProcessGroup, name)
 
     def call(self: SmlGroup, *arguments: Any, **named: Any) -> dist.Work:
-        with _Issuing() as works:
+        with _Issuing(self.core) as works:
             made: dist.Work = run(self, *arguments, **named)
         return works[0] if works else made
 

@@ -49,6 +49,12 @@ def test_hooks_run_before_and_after_every_call(world: World) -> None:
     assert [each.name.name for each in before] == [each.name.name for each in after] == [*calls]
     assert [each.op_id for each in before] == [each.op_id for each in after]
     assert all(each.input_tensors[0].data_ptr() == tensor.data_ptr() for each in before[:2])
+    other = dist.new_group(backend="sml")
+    group.register_pre_hook(3, lambda _: dist.broadcast(torch.ones(2), 0, group=other))
+    work = dist.all_reduce(tensor, async_op=True)
+    assert work.wait() and work.result()[0].data_ptr() == tensor.data_ptr()
+    group.unregister_pre_hook(3)
+    del before[len(calls) :], after[len(calls) :]
     group.unregister_pre_hook(1)
     group.unregister_post_hook(2)
     dist.all_reduce(tensor)
