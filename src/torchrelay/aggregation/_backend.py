@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchrelay._torch import span
+from torchrelay._torch import span, watched
 from torchrelay.aggregation._core import METHODS, NEW_NAMES, Core
 from torchrelay.errors import UnsupportedError
 
@@ -135,15 +135,33 @@ class _Issuing:
     def __enter__(self) -> list[dist.Work]:
         return _issued.works
 
-    def __exit__(self, kind: object, error: object, _: object) -> None:
+    def __exit__(self, *error: object) -> None:
         _issued.backend = None
         _issued.__dict__.update(self._outer)
-        if kind is NotImplementedError:
-            reason = str(error).partition(". ")[0]
-            raise UnsupportedError(
-                f"sml: torch has no operator for these tensors: {reason}. Collectives take dense "
-                "tensors, at least one; all_reduce takes torch.sparse_coo ones too"
-            )
+
+
+def _method(name: str) -> Callable[..., dist.Work]:
+    """Return c10d's method ``name``, which returns our Work instead of torch's around it. Where
+    torch has no operator for the tensors, such as several sparse ones, the backend runs the call.
+    """
+    run = getattr(_ProcessGroup, name)
+
+    def call(self: SmlGroup, *arguments: Any, **named: Any) -> dist.Work:
+        try:
+            with _Issuing(self.core) as works:
+                made: dist.Work = run(self, *arguments, **named)
+        except NotImplementedError as error:
+            if type(error) is not NotImplementedError or watched():
+                raise
+            made = getattr(self.core, name)(*arguments, **named)
+        return works[0] if works else made
+
+    # By this name C++ knows that it is called by the method that overrides its own.
+    call.__code__ = call.__code__.replace(co_name=name)
+    return call
+
+
+_allreduce = _method("allreduce")
 
 
 class SmlGroup(_ProcessGroup):  # type: ignore[misc]
@@ -214,9 +232,7 @@ class SmlGroup(_ProcessGroup):  # type: ignore[misc]
                 raise
             if work is not None:
                 return work
-        with _Issuing(self.core) as works:
-            made: dist.Work = _ProcessGroup.allreduce(self, *arguments, **named)
-        return works[0] if works else made
+        return _allreduce(self, *arguments, **named)
 
     def split_group(
         self,
@@ -241,20 +257,6 @@ class SmlGroup(_ProcessGroup):  # type: ignore[misc]
         group._set_group_name(name)
         group._set_group_desc(group_desc or f"{self.group_desc}:split")
         return group
-
-
-def _method(name: str) -> Callable[..., dist.Work]:
-    """Return c10d's method ``name``, which returns our Work instead of torch's around it."""
-    run = getattr(_ProcessGroup, name)
-
-    def call(self: SmlGroup, *arguments: Any, **named: Any) -> dist.Work:
-        with _Issuing(self.core) as works:
-            made: dist.Work = run(self, *arguments, **named)
-        return works[0] if works else made
-
-    # By this name C++ knows that it is called by the method that overrides its own.
-    call.__code__ = call.__code__.replace(co_name=name)
-    return call
 
 
 # Those of torch 2.13 on; it passes the former names on to them.

@@ -95,8 +95,7 @@ def test_sizes_dtypes_devices_and_subclasses(world: World) -> None:
     refused(group._reduce_scatter_base, torch.empty(3), tensor, match="4 elements")
     refused(group.allgather, [tensor], tensor, match="1 outputs for a group of 2")
     refused(group.alltoall, [tensor], [tensor, tensor], match="1 outputs")
-    with pytest.raises((ArgumentError, UnsupportedError), match=r"0 outputs|at least one"):
-        group.alltoall([], [])
+    refused(group.alltoall, [], [], match="0 outputs")
     refused(group._allgather_base, torch.empty(8, dtype=torch.int32), tensor, match="one dtype")
     refused(group.send, [tensor], 1 - world.rank, -1, match="tag")
     refused(group.recv_anysource, [tensor], -1, match="tag")
@@ -108,7 +107,7 @@ def test_sizes_dtypes_devices_and_subclasses(world: World) -> None:
     with pytest.raises(UnsupportedError, match="float8"):
         dist.all_reduce(torch.ones(4).to(torch.float8_e5m2))
     distributed = distribute_tensor(tensor, init_device_mesh("cpu", (2,)), [Replicate()])
-    with pytest.raises((NotImplementedError, RuntimeError), match="allreduce_"):
+    with pytest.raises((NotImplementedError, RuntimeError), match=r"allreduce_|DTensor"):
         dist.all_reduce(distributed)
     with pytest.raises(UnsupportedError, match="DTensor"):
         dist.all_gather([distributed, distributed], tensor)
