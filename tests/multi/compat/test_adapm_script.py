@@ -6,11 +6,11 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+import preloaded
 from ranks import free_port
 
 # A process that imports torch starts slowly where many others run.
@@ -20,7 +20,7 @@ SCRIPT = Path(__file__).parents[2] / "adapm_script.py"
 
 
 def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torchrelay.compat", str(SCRIPT), *map(str, arguments)]
+    command = [preloaded.python(), "-m", "torchrelay.compat", str(SCRIPT), *map(str, arguments)]
     environ = {**os.environ, "DMLC_PS_ROOT_PORT": str(free_port())}
     return subprocess.run(
         command, capture_output=True, text=True, timeout=300, check=False, env=environ

@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 
+import preloaded
 from torchrelay import __version__, transport
 from torchrelay.errors import UnavailableError
 from torchrelay.world import _LAUNCHERS, World
@@ -18,7 +19,8 @@ from torchrelay.world import _LAUNCHERS, World
 
 def torchrelay(*arguments: str, before: str = "") -> subprocess.CompletedProcess[str]:
     program = f"{before}; from torchrelay.cli import main; main()".lstrip("; ")
-    command = [sys.executable, "-c", program, *arguments]
+    interpreter = sys.executable if before else preloaded.python()
+    command = [interpreter, "-c", program, *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
 
 

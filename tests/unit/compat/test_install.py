@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import preloaded
 import torchrelay.compat
 from torchrelay.compat import install, names
 from torchrelay.errors import ArgumentError
@@ -30,7 +31,7 @@ def test_install_puts_ours_in_the_originals_place() -> None:
         "ours;"
         "import torch.distributed as dist; assert dist.Backend('sml') == 'sml'"
     )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=100)
+    subprocess.run([preloaded.python(), "-c", program], check=True, timeout=100)
 
 
 @pytest.mark.parametrize("order", ["fsdp first", "install first"])
@@ -58,7 +59,7 @@ def test_an_original_that_is_imported_already_stays() -> None:
         "except ValueError as error: assert 'elsewhere.py' in str(error)\n"
         "else: raise SystemExit(1)"
     )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=100)
+    subprocess.run([preloaded.python(), "-c", program], check=True, timeout=100)
 
 
 def test_what_a_script_does_not_import_need_not_be_there() -> None:
@@ -70,7 +71,7 @@ def test_what_a_script_does_not_import_need_not_be_there() -> None:
         "assert ours.__spec__.name == 'torchrelay.compat.torchdistx.fake'\n"
         "import mpi4torch; assert mpi4torch.COMM_WORLD.size == 1"
     )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=100)
+    subprocess.run([preloaded.python(), "-c", program], check=True, timeout=100)
 
 
 SPAWNING = """
@@ -141,7 +142,7 @@ def test_what_a_script_has_itself_comes_first(tmp_path: Path) -> None:
     script.write_text(OWN)
     folder = str(tmp_path / "path")
     done = subprocess.run(
-        [sys.executable, "-m", "torchrelay.compat", str(script), folder],
+        [preloaded.python(), "-m", "torchrelay.compat", str(script), folder],
         env={**os.environ, "PYTHONPATH": folder},
         capture_output=True,
         text=True,
@@ -153,7 +154,7 @@ def test_what_a_script_has_itself_comes_first(tmp_path: Path) -> None:
 
 def test_a_script_needs_a_name() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "torchrelay.compat"],
+        [preloaded.python(), "-m", "torchrelay.compat"],
         capture_output=True,
         text=True,
         check=False,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
+
+import preloaded
 
 PROGRAM = """
 import sys, torch
@@ -44,7 +45,7 @@ def test_the_six_calls_of_the_original(tmp_path: Path) -> None:
         "TORCHRELAY_PIPESWITCH_SOCKET": str(tmp_path / "cache.sock"),
         "PYTHONWARNINGS": "ignore",
     }
-    command = [sys.executable, "-m", "torchrelay.compat", str(script)]
+    command = [preloaded.python(), "-m", "torchrelay.compat", str(script)]
     daemon, worker = (
         subprocess.Popen(
             [*command, role],
@@ -96,7 +97,7 @@ refused(install, "pipeswitch")
         "TORCHRELAY_SWITCHING_DEVICE": "cpu",
     }
     done = subprocess.run(
-        [sys.executable, "-c", program],
+        [preloaded.python(), "-c", program],
         env={**os.environ, **settings},
         capture_output=True,
         text=True,
