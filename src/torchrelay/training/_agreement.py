@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import queue
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -96,12 +98,10 @@ class Agreement:
 
     def has_knocks(self) -> bool:
         """Return whether someone outside of the formation wants to be in it. Does not block."""
-        self._peers.pump(0.0)
-        for member, value in self._peers.received.items():
+        for member, value in self._received():
             is_member = member in self.met.formation.members
             if not is_member and self._ignored.get(member, 0.0) < time.monotonic():
                 self._knocks[member] = value
-        self._peers.received.clear()
         return bool(self._knocks)
 
     def agree(self, record: Record) -> Met:
@@ -146,17 +146,21 @@ class Agreement:
             }
             peers.publish(value, map(address_of, machine.known()))
             if formation is not None:
-                self._flush(formation)
+                peers.flush(value, map(address_of, formation.members), _FLUSH_S)
                 return formation
-            peers.pump(_POLL_S)
-            for received in peers.received.values():
+            peers.wait(_POLL_S)
+            for _, received in self._received():
                 self._take(received)
-            peers.received.clear()
             self._check(started_s)
             if time.monotonic() - waited_s > self.settings.timeout_s:
                 waited_s = time.monotonic()
                 _logger.warning("%s waits: %s", self.member, self._reason())
                 machine.wait_no_longer()
+
+    def _received(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        with suppress(queue.Empty):
+            while True:
+                yield self._peers.received.get_nowait()
 
     def _look(self) -> None:
         """Take note of this member's lease, and of those that have ended."""
@@ -185,12 +189,6 @@ class Agreement:
             _logger.warning("ignored what a member published: %r", error)
         else:
             self.machine.receive(state)
-
-    def _flush(self, formation: Formation) -> None:
-        addresses = [*map(address_of, formation.members)]
-        end_s = time.monotonic() + _FLUSH_S
-        while not self._peers.is_flushed(addresses) and time.monotonic() < end_s:
-            self._peers.pump(_POLL_S)
 
     def _check(self, started_s: float) -> None:
         machine, peers = self.machine, self._peers

@@ -7,7 +7,7 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -93,41 +93,25 @@ class Step:
             self.failure = self.failure or error
 
 
-@dataclass
+_KINDS = {
+    "steps": "steps that were committed",
+    "repeated_steps": "steps that were not committed",
+    "changes": "changes of the members",
+    "heals": "transfers of the state",
+}
+
+
 class _Costs:
     """What this member's run cost since its first step."""
 
-    began_s: float = 0.0
-    steps: int = 0
-    steps_s: float = 0.0
-    repeated: int = 0
-    repeated_s: float = 0.0
-    changes: int = 0
-    changes_s: float = 0.0
-    heals: int = 0
-    heals_s: float = 0.0
-    lost: int = 0
-    joined: int = 0
+    def __init__(self) -> None:
+        self.began_s = 0.0
+        self.times, self.seconds = dict.fromkeys(_KINDS, 0), dict.fromkeys(_KINDS, 0.0)
+        self.lost = self.joined = self.healed_bytes = 0
 
-    @property
-    def total_s(self) -> float:
-        return time.monotonic() - self.began_s if self.began_s else 0.0
-
-    @contextlib.contextmanager
-    def timed(self, name: str) -> Iterator[None]:
-        started_s = time.monotonic()
-        yield
-        setattr(self, name, getattr(self, name) + 1)
-        seconds = f"{name}_s"
-        setattr(self, seconds, getattr(self, seconds) + time.monotonic() - started_s)
-
-
-_KINDS = {
-    "steps": "steps that were committed",
-    "repeated": "steps that were not committed",
-    "changes": "changes of the members",
-    "heals": "transfers of the state to members that lacked it",
-}
+    def add(self, kind: str, started_s: float, ended_s: float) -> None:
+        self.times[kind] += 1
+        self.seconds[kind] += ended_s - started_s
 
 
 class Elastic:
@@ -138,8 +122,10 @@ class Elastic:
 
     Args:
         states: what new members get from the others, by name: modules, optimizers, schedulers, an
-            :class:`ElasticLoader`, anything with ``state_dict`` and ``load_state_dict``. The states
-            of random generators are added as ``random``, if that is not among them.
+            :class:`ElasticLoader`, anything with ``state_dict`` and ``load_state_dict``. They are
+            equal on all members.
+        local: states that differ between members, such as that of an inner optimizer of DiLoCo: a
+            new member gets those of one of the others. Those of random generators are added.
         settings: of ``TORCHRELAY_ELASTIC_*``, such as ``address``, ``peers`` and ``timeout_s``.
 
     Attributes:
@@ -152,11 +138,17 @@ class Elastic:
     """
 
     @names_options(*(field.name for field in fields(config.ElasticSettings)))
-    def __init__(self, states: Mapping[str, Stateful], **settings: Any) -> None:
-        for name, one in states.items():
+    def __init__(
+        self,
+        states: Mapping[str, Stateful],
+        local: Mapping[str, Stateful] | None = None,
+        **settings: Any,
+    ) -> None:
+        for name, one in {**states, **(local or {})}.items():
             if not (hasattr(one, "state_dict") and hasattr(one, "load_state_dict")):
                 raise ArgumentError(f"Elastic: {name} is a {type(one).__name__} without state_dict")
-        self._states = {"random": RandomStates(), **states, "version": _Version(self)}
+        self._states = dict(states)
+        self._local = {"random": RandomStates(), **(local or {})}
         chosen = replace(config.load(config.ElasticSettings), **settings)
         self._agreement = Agreement(chosen, layout_of(states))
         self.version = 0
@@ -197,8 +189,8 @@ class Elastic:
             UnavailableError: all members that had the state are lost.
         """
         self._prepare()
-        self._costs.began_s = self._costs.began_s or time.monotonic()
         started_s = time.monotonic()
+        self._costs.began_s = self._costs.began_s or started_s
         step = self._step = Step(self._agreement, self.version)
         try:
             yield step
@@ -206,18 +198,12 @@ class Elastic:
             if self.group.get_error().name == "SUCCESS":
                 raise
             step.failure = error
-        took_s = time.monotonic() - started_s
+        ended_s = time.monotonic()
         step.committed = self._commit(step)
+        self._costs.add("steps" if step.committed else "repeated_steps", started_s, ended_s)
         if step.committed:
-            self._costs.steps, self._costs.steps_s = (
-                self._costs.steps + 1,
-                self._costs.steps_s + took_s,
-            )
             for function in step.callbacks:
                 function()
-        else:
-            self._costs.repeated += 1
-            self._costs.repeated_s += took_s
 
     def hook(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """Average gradients within :meth:`step`. A communication hook for DDP over :attr:`group`,
@@ -228,15 +214,20 @@ class Elastic:
 
     def report(self) -> str:
         """Return a table of what this member's run cost since its first step."""
-        costs, total_s = self._costs, self._costs.total_s or 1.0
-        lines = [f"{'':48} {'times':>7} {'seconds':>9} {'share':>7}"]
-        for name, meaning in _KINDS.items():
-            seconds = getattr(costs, f"{name}_s")
-            share = f"{seconds / total_s:7.1%}"
-            lines.append(f"{meaning:48} {getattr(costs, name):7} {seconds:9.2f} {share}")
-        lines.append(f"members lost: {costs.lost}, members that joined: {costs.joined}")
-        lines.append(f"goodput: {costs.steps_s / total_s:.1%} of {costs.total_s:.1f} s")
-        return "\n".join(lines)
+        costs = self._costs
+        total_s = time.monotonic() - costs.began_s if costs.began_s else 0.0
+        lines = [f"{'':32} {'times':>7} {'seconds':>9} {'share':>7}"]
+        for kind, meaning in _KINDS.items():
+            times, seconds = costs.times[kind], costs.seconds[kind]
+            lines.append(f"{meaning:32} {times:7} {seconds:9.2f} {seconds / (total_s or 1):7.1%}")
+        goodput = costs.seconds["steps"] / (total_s or 1)
+        return "\n".join(
+            [
+                *lines,
+                f"members lost: {costs.lost}, members that joined: {costs.joined}",
+                f"goodput: {goodput:.1%} of {total_s:.1f} s",
+            ]
+        )
 
     def close(self) -> None:
         """Leave the job; the others go on. Idempotent."""
@@ -262,9 +253,10 @@ class Elastic:
                     self._wants_round = True
 
     def _heal(self) -> None:
-        who = f"{self._is_whole.count(False)} of {len(self._is_whole)} members"
-        with self._costs.timed("heals"), _telemetry.event("elastic", "heal", who) as event:
-            event.size_bytes = heal(self.group, self._is_whole, self._states)
+        started_s = time.monotonic()
+        size_bytes = heal(self.group, self._is_whole, self._states, self._local)
+        self._costs.healed_bytes += size_bytes
+        self._costs.add("heals", started_s, time.monotonic())
         self._agreement.machine.is_whole = True
         self._is_whole = [True] * len(self._is_whole)
 
@@ -282,47 +274,35 @@ class Elastic:
         else:
             _logger.info("step %d: %s", self.version, step.failure)
             self._agree()
-        return self.version > before
+        return self._agreement.machine.is_whole and self.version > before
 
     def _agree(self) -> None:
-        former, machine = self.members, self._agreement.machine
+        former, machine, started_s = self.members, self._agreement.machine, time.monotonic()
         self._wants_round = True
-        with self._costs.timed("changes"), _telemetry.event("elastic", "change"):
-            met = self._agreement.agree(Record(self.version, self._is_in_doubt, machine.is_whole))
+        record = Record(self.version, self._is_in_doubt, machine.is_whole)
+        records = self._agreement.agree(record).records
         self._wants_round, self._is_in_doubt = False, False
-        mine = met.records[met.formation.members.index(self._agreement.member)]
+        mine = records[self.members.index(self._agreement.member)]
         machine.is_whole = mine.is_whole
-        if mine.is_whole:
-            self.version = mine.version
-        self._is_whole = [record.is_whole for record in met.records]
-        left = sorted({*former} - {*self.members})
-        came = sorted({*self.members} - {*former})
+        self.version = mine.version
+        self._is_whole = [one.is_whole for one in records]
+        self._costs.add("changes", started_s, time.monotonic())
+        left = [
+            f"{one} ({'ended' if one in machine.dead else 'silent'})"
+            for one in former
+            if one not in self.members
+        ]
+        came = [one for one in self.members if one not in former]
         self._costs.lost += len(left)
         self._costs.joined += len(came) if former else 0
-        ended = [f"{one} ({'ended' if one in machine.dead else 'silent'})" for one in left]
         _logger.info(
-            "step %d: %d members; left: %s; came: %s",
+            "step %d: %d members, after %.3g s; left: %s; came: %s",
             mine.version,
             len(self.members),
-            ", ".join(ended) or "none",
+            time.monotonic() - started_s,
+            ", ".join(left) or "none",
             ", ".join(came) or "none",
         )
-
-
-class _Version:
-    """The number of steps, which heals with the rest."""
-
-    def __init__(self, elastic: Elastic) -> None:
-        self._elastic = weakref.ref(elastic)
-
-    def state_dict(self) -> int:
-        elastic = self._elastic()
-        return elastic.version if elastic else 0
-
-    def load_state_dict(self, state: int) -> None:
-        elastic = self._elastic()
-        if elastic:
-            elastic.version = state
 
 
 _living: weakref.WeakSet[Elastic] = weakref.WeakSet()
@@ -331,20 +311,16 @@ _living: weakref.WeakSet[Elastic] = weakref.WeakSet()
 def _samples() -> Iterator[_telemetry.MetricSample]:
     for elastic in [*_living]:
         costs = elastic._costs
-        for name, meaning in _KINDS.items():
-            for suffix, unit in (("", ""), ("_s", ", in seconds")):
-                value = getattr(costs, name + suffix)
-                yield _telemetry.MetricSample(
-                    f"elastic_{name}{'_seconds' if suffix else ''}",
-                    f"{'Time of' if suffix else 'Number of'} {meaning}{unit}",
-                    "counter",
-                    value,
-                    {},
-                )
-        for name, meaning in (("lost", "Members that were lost"), ("joined", "Members that came")):
-            yield _telemetry.MetricSample(
-                f"elastic_{name}", meaning, "counter", getattr(costs, name), {}
-            )
+        counts: list[tuple[str, str, float]] = [
+            ("lost", "Members that were lost", costs.lost),
+            ("joined", "Members that came", costs.joined),
+            ("healed_bytes", "Bytes of the state that this member received", costs.healed_bytes),
+        ]
+        for kind, meaning in _KINDS.items():
+            counts.append((kind, f"Number of {meaning}", costs.times[kind]))
+            counts.append((f"{kind}_seconds", f"Time of {meaning}", costs.seconds[kind]))
+        for name, meaning, value in counts:
+            yield _telemetry.MetricSample(f"elastic_{name}", meaning, "counter", value, {})
         yield _telemetry.MetricSample(
             "elastic_members", "Members of the job", "gauge", len(elastic.members), {}
         )

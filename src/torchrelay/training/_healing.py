@@ -65,36 +65,52 @@ def layout_of(states: Mapping[str, Stateful]) -> list[str]:
     ]
 
 
-def heal(group: Any, is_whole: Sequence[bool], states: Mapping[str, Stateful]) -> int:
+def heal(
+    group: Any,
+    is_whole: Sequence[bool],
+    shared: Mapping[str, Stateful],
+    local: Mapping[str, Stateful],
+) -> int:
     """Give the members that are not whole the states of those that are. Collective; blocks.
 
-    Returns the bytes that each of them has received.
+    Returns the bytes that this member has received.
+
+    Args:
+        shared: states that are equal on all members that are whole.
+        local: states that are not: those of the first member that is whole are sent.
 
     Raises:
         CorruptionError: this member has other bits than the first one that was whole.
         ArgumentError: a state contains what is no tensor and no plain value.
     """
     rank, first = group.rank(), [*is_whole].index(True)
-    tree = {name: one.state_dict() for name, one in states.items()}
-    own = {pytree.keystr(path): leaf for path, leaf in pytree.tree_flatten_with_path(tree)[0]}
-    text = _described(tree, own) if is_whole[rank] else b""
-    spec, leaves = json.loads(_broadcast(group, text, first))
-    values = [_restored(leaf, own.get(leaf["name"])) for leaf in leaves]
-    tensors = [_local(value) for value in values if isinstance(value, (Tensor, np.ndarray))]
-    size_bytes = _exchange(group, is_whole, tensors)
-    _compare(group, first, tensors)
-    if not is_whole[rank]:
-        healed = pytree.tree_unflatten(values, pytree.treespec_loads(spec))
-        for name, one in states.items():
-            one.load_state_dict(healed[name])
+    whole = [source for source, has_state in enumerate(is_whole) if has_state]
+    size_bytes = 0
+    for states, sources in ((shared, whole), (local, [first])):
+        tree = {name: one.state_dict() for name, one in states.items()}
+        own = {pytree.keystr(path): leaf for path, leaf in pytree.tree_flatten_with_path(tree)[0]}
+        text = _described(tree, own) if rank == first else b""
+        spec, leaves = json.loads(_broadcast(group, text, first))
+        values, tensors = [], None
+        if rank in sources or not is_whole[rank]:
+            values = [_restored(leaf, own.get(leaf["name"])) for leaf in leaves]
+            tensors = [
+                _memory(value) for value in values if isinstance(value, (Tensor, np.ndarray))
+            ]
+            size_bytes += _exchange(group, sources, is_whole, tensors)
+        _compare(group, first, tensors)
+        if not is_whole[rank]:
+            healed = pytree.tree_unflatten(values, pytree.treespec_loads(spec))
+            for name, one in states.items():
+                one.load_state_dict(healed[name])
     return size_bytes
 
 
-def _local(value: Any) -> Tensor:
+def _memory(value: Any) -> Tensor:
     """Return the part of a tensor that is here, or the memory of an array as a tensor."""
     if isinstance(value, np.ndarray):
         return torch.from_numpy(value)
-    local: Tensor = value.to_local() if hasattr(value, "to_local") else value
+    local: Tensor = value.to_memory() if hasattr(value, "to_local") else value
     return local.detach()
 
 
@@ -103,7 +119,7 @@ def _described(tree: Any, leaves: Mapping[str, Any]) -> bytes:
     for name, leaf in leaves.items():
         one: dict[str, Any] = {"name": name}
         if isinstance(leaf, (Tensor, np.ndarray)):
-            tensor = _local(leaf)
+            tensor = _memory(leaf)
             one |= {
                 "dtype": str(tensor.dtype).removeprefix("torch."),
                 "shape": [*tensor.shape],
@@ -128,7 +144,7 @@ def _restored(leaf: dict[str, Any], own: Any) -> Any:
         return leaf["value"]
     dtype = getattr(torch, leaf["dtype"])
     if isinstance(own, (Tensor, np.ndarray)) and isinstance(own, np.ndarray) == leaf["is_array"]:
-        here = _local(own)
+        here = _memory(own)
         if here.dtype == dtype and [*here.shape] == leaf["shape"]:
             return own
     tensor = torch.empty(leaf["shape"], dtype=dtype, device=leaf["device"])
@@ -145,41 +161,47 @@ def _broadcast(group: Any, data: bytes, root: int) -> bytes:
     return text.numpy().tobytes()
 
 
-def _exchange(group: Any, is_whole: Sequence[bool], tensors: Sequence[Tensor]) -> int:
-    sources = [rank for rank, whole in enumerate(is_whole) if whole]
-    targets = [rank for rank, whole in enumerate(is_whole) if not whole]
-    works, copies, piece, size_bytes = [], [], 0, 0
+def _exchange(
+    group: Any, sources: Sequence[int], is_whole: Sequence[bool], tensors: Sequence[Tensor]
+) -> int:
+    rank, works, copies, piece, size_bytes = group.rank(), [], [], 0, 0
     for tensor in tensors:
-        memory = tensor if tensor.is_contiguous() else tensor.contiguous()
-        if memory is not tensor and not is_whole[group.rank()]:
-            copies.append((tensor, memory))
+        memory = tensor.contiguous()
+        copies.append((tensor, memory))
         data = memory.view(-1).view(torch.uint8)
         for part in torch.split(data, _PIECE_BYTES) if data.numel() else ():
             source = sources[piece % len(sources)]
             piece += 1
-            if group.rank() == source:
+            if rank == source:
+                targets = (target for target, whole in enumerate(is_whole) if not whole)
                 works += [group.send([part], target, 0) for target in targets]
-            elif group.rank() in targets:
+            elif not is_whole[rank]:
                 works.append(group.recv([part], source, 0))
                 size_bytes += part.numel()
     for work in works:
         work.wait()
     for tensor, memory in copies:
-        tensor.copy_(memory)
+        if memory.data_ptr() != tensor.data_ptr() and not is_whole[rank]:
+            tensor.copy_(memory)
     return size_bytes
 
 
-def _compare(group: Any, first: int, tensors: Sequence[Tensor]) -> None:
-    """Compare the checksums of all members; all of them return, or raise, after the same call."""
+def _compare(group: Any, first: int, tensors: Sequence[Tensor] | None) -> None:
+    """Compare the checksums of all members; all of them return, or raise, after the same call.
+
+    Args:
+        tensors: None, if this member has none to compare.
+    """
     checksum = 0
-    for tensor in tensors:
+    for tensor in tensors or ():
         data = tensor.cpu().contiguous().view(-1).view(torch.uint8)
         checksum = _native.crc32c(data.numpy(), checksum)
     mine = torch.tensor([checksum])
     every = [torch.zeros_like(mine) for _ in range(group.size())]
     group.allgather([every], [mine]).wait()
-    if not torch.equal(mine, every[first]):
+    if tensors is not None and not torch.equal(mine, every[first]):
         raise CorruptionError(
             f"Elastic: after healing, this member ({group.rank()}) has checksum {checksum:08x}, "
-            f"member {first} has {int(every[first]):08x}"
+            f"member {first} has {int(every[first]):08x}; states that differ between members "
+            "belong in local"
         )

@@ -47,6 +47,7 @@ class Job:
             torch.arange(SAMPLES), torch.randn(SAMPLES, 4, generator=generator)
         )
         self.loader = ElasticLoader(self.data, BATCH)
+        chosen: dict[str, Any] = {"address": addresses[rank], "peers": ",".join(addresses)}
         self.elastic = Elastic(
             {
                 "model": self.model,
@@ -54,8 +55,7 @@ class Job:
                 "scheduler": self.scheduler,
                 "loader": self.loader,
             },
-            **{"address": addresses[rank], "peers": ",".join(addresses), "timeout_s": 20.0}
-            | settings,
+            **{**chosen, "timeout_s": 20.0, **settings},
         )
 
     def step(self, during: Callable[[], None] = lambda: None) -> Step:
@@ -201,7 +201,7 @@ def _join(world: World, folder: str, addresses: list[str]) -> str:
         eventually(go.exists)
         for wrong, message in (
             ({"width": 5}, "the model is 4 tensors"),
-            ({"token": "of another job"}, "its token or key is"),
+            ({"token": "of another job"}, "the token or key of its job"),
             ({"min_size": 3}, "min_size is 3 there"),
         ):
             job = Job(2, folder, members, **wrong)
