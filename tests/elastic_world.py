@@ -71,7 +71,7 @@ class Node:
 
     def round(self) -> None:
         world, machine = self.world, self.machine
-        for member in self.machine.known():
+        for member in sorted(self.machine.known()):
             if world.refuses(self.name, member):
                 machine.lose(member)
         if world.now_s - self.round_s >= TIMEOUT_S:
@@ -89,14 +89,13 @@ class Node:
 
     def publish(self) -> None:
         state = self.machine.state
-        for member in self.machine.known():
+        for member in sorted(self.machine.known()):
             serial, at_s = self.published.get(member, (0, -1.0))
             if serial < state.serial or self.world.now_s - at_s > PUBLISH_S:
                 self.published[member] = state.serial, self.world.now_s
                 self.world.send(self.name, member, lambda node: node.hear(state))
 
     def hear(self, state: State) -> None:
-        state = State.from_json(state.to_json())
         if self.phase == "round":
             self.machine.receive(state)
         elif self.world.now_s >= self.ignored.get(state.member, 0.0):
@@ -107,6 +106,9 @@ class Node:
     def enter(self, phase: str, value: Any) -> None:
         self.phase, self.deadline_s = phase, self.world.now_s + TIMEOUT_S
         former_s, self.entered_s = self.entered_s, self.world.now_s
+        self.world.spring(phase)
+        if self.is_dead:
+            return
         key = self.formation, self.index
         self.tokens[key][self.name] = value
         self.former_s = former_s
@@ -150,7 +152,8 @@ class Node:
             self.feed()
 
     def start_round(self) -> None:
-        self.phase, self.round_s = "round", self.world.now_s
+        now_s = self.world.now_s
+        self.phase, self.round_s = "round", max(self.entered_s, now_s - 0.75 * TIMEOUT_S)
         self.machine.begin()
         self.feed()
 
@@ -224,6 +227,7 @@ class World:
         self.at: dict[str, Node] = {}
         self.cuts: set[frozenset[str]] = set()
         self.is_slow = True
+        self.ambushes: dict[str, Callable[[], None]] = {}
         self.events: list[tuple[float, int, Callable[[], None]]] = []
         self.count = 0
         self.commits: dict[str, Commit] = {}
@@ -293,6 +297,10 @@ class World:
             self.at_time(self.now_s + self.delay_s(), deliver)
 
     # --- faults
+
+    def spring(self, phase: str) -> None:
+        """Let happen what waits for a member that enters ``phase``, before it tells the others."""
+        self.ambushes.pop(phase, lambda: None)()
 
     def freeze(self, node: Node) -> None:
         node.is_frozen = True

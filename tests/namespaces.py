@@ -84,6 +84,10 @@ class Hosts:
         chain = f"chain cut {{ type filter hook forward priority 0; {'; '.join(rules)}; }}"
         _inside(self.switch, ["nft", "-f", "-"], f"table inet cut {{\n{chain}\n}}\n")
 
+    def mend(self) -> None:
+        """Undo :meth:`cut`."""
+        _inside(self.switch, ["nft", "delete", "table", "inet", "cut"])
+
     def segment(self) -> None:
         """Let links pass packets one by one, as a cable does, not several as one (GSO)."""
         for host, pid in enumerate(self.pids):

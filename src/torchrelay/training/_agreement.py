@@ -41,6 +41,7 @@ __all__ = ["Agreement", "Losses"]
 _logger = logging.getLogger("torchrelay.training")
 Losses = (PeerLostError, OperationTimeoutError)
 _POLL_S = 0.05
+_LONGER = 1.5  # each wait than the one before, for hosts that are slower than thought
 _FLUSH_S = 1.0  # how long one that enters a formation tries to tell the others
 _LEASE = 0.8  # of a timeout, in which nobody can have gone on without this member
 _IGNORED_TIMEOUTS = 3  # how long the requests of one that could not be taken in are ignored
@@ -137,6 +138,9 @@ class Agreement:
     def _decide(self, started_s: float) -> Formation:
         """Publish what this member knows until there is a formation that it can enter."""
         machine, peers, waited_s = self.machine, self._peers, time.monotonic()
+        # The others have been silent since this member began the last collective, at least.
+        timeout_s = self.settings.timeout_s
+        patience_s = max(timeout_s - (_now_s() - self._entered_s), timeout_s / 4)
         while True:
             self._look()
             formation = machine.decide()
@@ -152,9 +156,10 @@ class Agreement:
             for _, received in self._received():
                 self._take(received)
             self._check(started_s)
-            if time.monotonic() - waited_s > self.settings.timeout_s:
-                waited_s = time.monotonic()
+            if time.monotonic() - waited_s > patience_s:
                 _logger.warning("%s waits: %s", self.member, self._reason())
+                waited_s, timeout_s = time.monotonic(), _LONGER * timeout_s
+                patience_s = timeout_s
                 machine.wait_no_longer()
 
     def _received(self) -> Iterator[tuple[str, dict[str, Any]]]:

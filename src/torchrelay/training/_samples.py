@@ -82,6 +82,13 @@ class ElasticLoader:
         step.samples = len(part)
         return batch
 
+    def samples(self, number: int) -> Sequence[int]:
+        """Return the samples that all members together take in step ``number``, if the loader began
+        with step 0.
+        """
+        steps = -(-len(self.dataset) // self.batch_size)
+        return self._batch(number // steps, number % steps * self.batch_size)
+
     def _parts(self, epoch: int, position: int, rank: int, size: int) -> Iterator[Sequence[int]]:
         while True:
             part = self._batch(epoch, position)[rank::size]

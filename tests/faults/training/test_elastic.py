@@ -7,6 +7,8 @@ import json
 import os
 import random
 import signal
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,9 +18,10 @@ import pytest
 import torch
 from torch import nn
 
+import namespaces
 import torchrelay
 from ranks import free_port
-from torchrelay.errors import MismatchError
+from torchrelay.errors import MismatchError, OperationTimeoutError
 from torchrelay.training import Elastic, ElasticLoader, Step
 from torchrelay.world import World
 from waiting import eventually
@@ -228,3 +231,70 @@ def test_one_that_is_late_has_all_states_and_wrong_ones_are_refused(
     results = run_processes(_join, 3, folder=str(tmp_path), addresses=addresses)
     assert all(result.ok for result in results), [result.error for result in results]
     assert len({result.value for result in results}) == 1
+
+
+def _be_cut(world: World, folder: str, hosts: Any, tie_breaker: str) -> tuple[str, str]:
+    """Step until the others are back, or are known to be gone."""
+    namespaces.enter(hosts.pids[world.rank])
+    os.environ["TORCHRELAY_TRANSPORT_INTERFACE"] = f"10.78.{world.rank}.2"
+    os.environ["TORCHRELAY_HOST_ID"] = str(world.rank)
+    job = Job(
+        world.rank,
+        folder,
+        [f"10.78.{host}.2:29500" for host in range(world.size)],
+        timeout_s=1.5,
+        wait_s=5.0 if tie_breaker else 60.0,
+        token="secret",
+        tie_breaker=tie_breaker,
+    )
+    while job.elastic.group.size() < world.size:
+        job.step()
+    Path(folder, f"all{world.rank}").touch()
+    try:
+        while not Path(folder, "cut").exists() or job.elastic.group.size() == world.size:
+            before = job.elastic.group.size()
+            job.step()
+            if before == job.elastic.group.size() and Path(folder, "mended").exists():
+                break
+        return f"{job.elastic.group.size()} go on", job.run(job.elastic.version + 3)
+    except OperationTimeoutError as error:
+        return "stopped", str(error)
+
+
+@pytest.mark.skipif(bool(namespaces.missing("nft")), reason=namespaces.missing("nft"))
+@pytest.mark.parametrize("tie_breaker", ["10.78.3.2:29500", ""])
+def test_of_two_halves_only_that_of_the_tie_breaker_goes_on(
+    tie_breaker: str, run_processes: RunProcesses, tmp_path: Path
+) -> None:
+    """Without one, neither does, until the network is whole again."""
+    with namespaces.star(4) as hosts:
+        hosts.route()
+
+        def cut_and_mend() -> None:
+            eventually(lambda: len(list(tmp_path.glob("all*"))) == 4)
+            for here in (0, 1):
+                for there in (2, 3):
+                    hosts.cut(here, there)
+            (tmp_path / "cut").touch()
+            if not tie_breaker:
+                steps = -1
+                while steps < (steps := len(notes(tmp_path))):
+                    time.sleep(4.0)
+                hosts.mend()
+                (tmp_path / "mended").touch()
+
+        thread = threading.Thread(target=cut_and_mend)
+        thread.start()
+        results = run_processes(
+            _be_cut, 4, folder=str(tmp_path), hosts=hosts, tie_breaker=tie_breaker
+        )
+        thread.join()
+    assert all(result.ok for result in results), [result.error for result in results]
+    said = [result.value[0] for result in results]
+    if tie_breaker:
+        assert "2 of 4 members are here, which is no majority" in results[0].value[1]
+    assert said == (["stopped"] * 2 + ["2 go on"] * 2 if tie_breaker else ["4 go on"] * 4)
+    assert len({result.value[1] for result in results[2:]}) == 1
+    for step in {note["step"] for note in notes(tmp_path)}:
+        taken = [one for note in notes(tmp_path) if note["step"] == step for one in note["taken"]]
+        assert len(taken) == len({*taken})

@@ -7,37 +7,53 @@ import pytest
 from elastic_world import TIMEOUT_S, World
 from torchrelay.training._membership import Formation
 
+PHASES = ["form", "meet", "heal", "vote"]
+KINDS = {
+    "kill": 2,
+    "vanish": 1,
+    "freeze": 2,
+    "thaw": 1,
+    "pair": 1,
+    "halves": 2,
+    "join": 2,
+    "mend": 1,
+}
+KINDS["ambush"] = 2
+PAUSES_S = [0.05, 0.5, TIMEOUT_S, 3 * TIMEOUT_S, 5 * TIMEOUT_S]
+
+
+def fault(world: World) -> None:
+    rng = world.rng
+    victim = rng.choice(world.alive)
+    kind = rng.choice([kind for kind, often in KINDS.items() for _ in range(often)])
+    if kind in ("kill", "vanish") and len(world.alive) > 1:
+        world.kill(victim, kind == "vanish")
+    elif kind == "freeze":
+        world.freeze(victim)
+    elif kind == "thaw":
+        for node in world.alive:
+            if node.is_frozen and rng.random() < 0.7:
+                world.thaw(node)
+    elif kind == "pair":
+        world.cuts.add(frozenset(rng.sample(world.addresses, 2)))
+    elif kind == "halves":
+        world.cut({one for one in world.addresses if rng.random() < 0.5})
+    elif kind == "join":
+        if dead := [one for one in world.addresses if world.at[one].is_dead]:
+            world.start(rng.choice(dead))
+    elif kind == "mend":
+        world.cuts.clear()
+    elif kind == "ambush":
+        world.ambushes[rng.choice(PHASES)] = lambda: fault(world)
+
 
 def fuzz(seed: int) -> World:
     """Run a schedule of faults, then repair all and see the job go on."""
     world = World(seed, 2 + seed % 5)
-    rng = world.rng
-    world.run(rng.uniform(0, 4))
-    for _ in range(rng.randrange(3, 12)):
-        fault = rng.choice(
-            ["kill", "kill", "vanish", "freeze", "thaw", "pair", "halves", "join", "join", "mend"]
-        )
-        alive = world.alive
-        victim = rng.choice(alive) if alive else None
-        if fault in ("kill", "vanish") and victim:
-            world.kill(victim, fault == "vanish")
-        elif fault == "freeze" and victim:
-            world.freeze(victim)
-        elif fault == "thaw":
-            for node in alive:
-                if node.is_frozen and rng.random() < 0.7:
-                    world.thaw(node)
-        elif fault == "pair":
-            world.cuts.add(frozenset(rng.sample(world.addresses, 2)))
-        elif fault == "halves":
-            world.cut({one for one in world.addresses if rng.random() < 0.5})
-        elif fault == "join":
-            dead = [one for one in world.addresses if world.at[one].is_dead]
-            if dead:
-                world.start(rng.choice(dead))
-        elif fault == "mend":
-            world.cuts.clear()
-        world.run(world.now_s + rng.choice([0.05, 0.5, TIMEOUT_S, 3 * TIMEOUT_S, 5 * TIMEOUT_S]))
+    world.run(world.rng.uniform(0, 4))
+    for _ in range(world.rng.randrange(3, 12)):
+        fault(world)
+        world.run(world.now_s + world.rng.choice(PAUSES_S))
     repair(world)
     return world
 
@@ -45,6 +61,7 @@ def fuzz(seed: int) -> World:
 def repair(world: World) -> None:
     world.cuts.clear()
     world.is_slow = False
+    world.ambushes.clear()
     for node in world.alive:
         if node.is_frozen:
             world.thaw(node)

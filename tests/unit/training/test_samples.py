@@ -1,0 +1,65 @@
+"""Samples are dealt to members that change: each is taken once in an epoch."""
+
+from __future__ import annotations
+
+import gc
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from torchrelay.errors import ArgumentError
+from torchrelay.training import ElasticLoader
+
+
+class FakeStep:
+    """What a loader needs of a step."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size, self.samples = rank, size, 1
+        self.callbacks: list[Any] = []
+
+    def on_commit(self, function: Any) -> None:
+        self.callbacks.append(function)
+
+
+@pytest.mark.parametrize(("workers", "shuffle"), [(0, True), (0, False), (2, True)])
+def test_each_sample_is_taken_once_whatever_happens(workers: int, shuffle: bool) -> None:
+    rng = random.Random(workers)
+    data = torch.utils.data.TensorDataset(torch.arange(23))
+    loaders = [
+        ElasticLoader(data, 5, shuffle=shuffle, seed=3, num_workers=workers) for _ in range(4)
+    ]
+    taken: list[int] = []
+    size = 4
+    orders = []
+    while len(orders) < (1 if workers else 3):
+        if rng.random() < 0.3:
+            size = rng.randrange(1, 5)
+            for loader in loaders[1:]:  # those that come get the position
+                loader.load_state_dict(loaders[0].state_dict())
+        steps: list[Any] = [FakeStep(rank, size) for rank in range(size)]
+        batches = [loader.take(step) for loader, step in zip(loaders, steps, strict=False)]
+        parts = [[] if batch is None else batch[0].tolist() for batch in batches]
+        assert [step.samples for step in steps] == [len(part) for part in parts]
+        if rng.random() < 0.3:
+            continue  # the step is not committed
+        for step in steps:
+            for commit in step.callbacks:
+                commit()
+        taken += [one for part in parts for one in part]
+        if len(taken) == 23:
+            assert sorted(taken) == list(range(23))
+            orders.append(taken)
+            taken = []
+    del loaders, loader, steps, step, commit
+    gc.collect()  # which ends the workers
+    assert workers or (sorted(orders[0]) == orders[0]) is False or not shuffle
+
+
+def test_what_cannot_be_dealt_is_refused() -> None:
+    with pytest.raises(ArgumentError, match="batch_size"):
+        ElasticLoader([1], 0)
+    with pytest.raises(TypeError, match="no option"):
+        ElasticLoader([1], 1, sampler=None)
