@@ -28,6 +28,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from multiprocessing import Pipe, Process, connection, set_start_method
 from pathlib import Path
+from typing import Any
 
 import torch
 from report import table, write
@@ -51,7 +52,11 @@ def be_member(index: int, pid: int, timeout_s: float, pipe: connection.Connectio
     optimizer = torch.optim.AdamW([parameter], lr=1e-3)
     data = torch.utils.data.TensorDataset(torch.arange(SAMPLES))
     loader = ElasticLoader(data, BATCH)
-    states = {"model": torch.nn.ParameterList([parameter]), "optimizer": optimizer, "data": loader}
+    states: dict[str, Any] = {
+        "model": torch.nn.ParameterList([parameter]),
+        "optimizer": optimizer,
+        "data": loader,
+    }
     addresses = [f"10.78.{host}.2:29500" for host in range(MEMBERS)]
     pipe.send(("ready", 0, 0))
     try:

@@ -64,8 +64,7 @@ class Node:
             self.round()
         elif self.phase == "compute":
             if world.now_s >= self.deadline_s:
-                self.is_in_doubt, self.voted = True, self.formation
-                self.enter("vote", bool(self.knocks))
+                self.enter("reduce", None)
         elif world.now_s >= self.deadline_s:
             self.fail()
 
@@ -144,7 +143,7 @@ class Node:
         for member in formation.members:
             if member != name:
                 self.world.send(name, member, lambda node: node.hear_left(formation, name))
-        if self.phase in ("vote", "heal"):
+        if self.phase in ("reduce", "vote", "heal"):
             self.start_round()
         else:
             self.phase = "round"
@@ -197,6 +196,10 @@ class Node:
         self.machine.is_whole = True
         self.world.agree(self)
         self.compute()
+
+    def end_reduce(self, _: list[Any]) -> None:
+        self.is_in_doubt, self.voted = True, self.formation
+        self.enter("vote", bool(self.knocks))
 
     def end_vote(self, knocks: list[bool]) -> None:
         self.is_in_doubt = False
@@ -314,6 +317,11 @@ class World:
 
     def kill(self, node: Node, is_silent: bool = False) -> None:
         node.is_dead, node.is_silenced = True, is_silent
+        for other in self.alive:  # the kernel closes its connections
+            if not is_silent and node.name in other.formation.members:
+                self.send(
+                    node.name, other.name, lambda one: one.hear_left(one.formation, node.name)
+                )
 
     def cut(self, side: set[str]) -> None:
         for one in side:

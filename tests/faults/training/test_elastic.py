@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -80,6 +81,14 @@ class Job:
         while self.elastic.version < versions:
             self.step(during)
         return self.digest()
+
+    def finish(self) -> str:
+        """Take some steps more, as many as all others."""
+        own, target = self.folder / f"target{self.rank}", self.folder / "target"
+        own.write_text(str(self.elastic.version + 5))
+        with suppress(FileExistsError):
+            os.link(own, target)
+        return self.run(int(target.read_text()))
 
     def note(self, what: dict[str, Any]) -> None:
         line = json.dumps(what | {"rank": self.rank, "members": self.elastic.members}) + "\n"
@@ -153,12 +162,13 @@ def _die_in_turn(world: World, folder: str, addresses: list[str], hosts: str) ->
     return job.run(job.elastic.version + 12, during)
 
 
-@pytest.mark.parametrize("hosts", ["aaaa", "abab"])
 def test_all_but_one_die_one_after_the_other(
-    hosts: str, run_processes: RunProcesses, tmp_path: Path, addresses: list[str]
+    run_processes: RunProcesses, tmp_path: Path, addresses: list[str]
 ) -> None:
     """The first one first, each within a step."""
-    results = run_processes(_die_in_turn, 4, folder=str(tmp_path), addresses=addresses, hosts=hosts)
+    results = run_processes(
+        _die_in_turn, 4, folder=str(tmp_path), addresses=addresses, hosts="abab"
+    )
     ended = [result.exitcode for result in results]
     assert ended.count(-signal.SIGKILL) == 3, [result.error for result in results]
     assert ended.count(0) == 1, [result.error for result in results]
@@ -175,17 +185,13 @@ def _freeze(world: World, folder: str, addresses: list[str]) -> str:
             pid.write_text(str(os.getpid()))
             os.kill(os.getpid(), signal.SIGSTOP)
 
-    thawed = False
-    back = Path(folder, "back")
-    while not back.exists() or job.elastic.version < int(back.read_text()) + 3:
+    thawed = Path(folder, "thawed")
+    while not (thawed.exists() and job.elastic.group.size() == 3):
         job.step(freeze_once)
-        if world.rank == 0 and pid.exists() and job.elastic.group.size() == 2 and not thawed:
-            thawed = True
+        if world.rank == 0 and pid.exists() and job.elastic.group.size() == 2:
+            thawed.touch()
             os.kill(int(pid.read_text()), signal.SIGCONT)
-        if world.rank == 1 and job.elastic.group.size() == 3 and not back.exists():
-            back.with_suffix(".new").write_text(str(job.elastic.version))
-            back.with_suffix(".new").rename(back)
-    return job.digest()
+    return job.finish()
 
 
 def test_one_that_is_frozen_is_left_out_and_comes_back(
@@ -250,13 +256,11 @@ def _be_cut(world: World, folder: str, hosts: Any, tie_breaker: str) -> tuple[st
     while job.elastic.group.size() < world.size:
         job.step()
     Path(folder, f"all{world.rank}").touch()
+    what, size = ("cut", 2) if tie_breaker else ("mended", 4)
     try:
-        while not Path(folder, "cut").exists() or job.elastic.group.size() == world.size:
-            before = job.elastic.group.size()
+        while not (Path(folder, what).exists() and job.elastic.group.size() == size):
             job.step()
-            if before == job.elastic.group.size() and Path(folder, "mended").exists():
-                break
-        return f"{job.elastic.group.size()} go on", job.run(job.elastic.version + 3)
+        return f"{size} go on", job.finish()
     except OperationTimeoutError as error:
         return "stopped", str(error)
 
@@ -292,7 +296,7 @@ def test_of_two_halves_only_that_of_the_tie_breaker_goes_on(
     assert all(result.ok for result in results), [result.error for result in results]
     said = [result.value[0] for result in results]
     if tie_breaker:
-        assert "2 of 4 members are here, which is no majority" in results[0].value[1]
+        assert "which is no majority" in results[0].value[1]
     assert said == (["stopped"] * 2 + ["2 go on"] * 2 if tie_breaker else ["4 go on"] * 4)
     assert len({result.value[1] for result in results[2:]}) == 1
     for step in {note["step"] for note in notes(tmp_path)}:

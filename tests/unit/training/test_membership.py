@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
-from elastic_world import TIMEOUT_S, World
-from torchrelay.training._membership import Formation
+from elastic_world import TIMEOUT_S, Node, World
+from torchrelay.training._membership import Formation, State
 
-PHASES = ["form", "meet", "heal", "vote"]
+PHASES = ["form", "meet", "heal", "reduce", "vote", "vote"]
 KINDS = {
     "kill": 2,
     "vanish": 1,
@@ -86,6 +88,72 @@ def may_go_on(world: World) -> bool:
     is_majority = all(2 * len(alive & {*base.members}) > len(base.members) for base in bases)
     is_whole = any(node.machine.is_whole for node in world.alive)
     return bool(alive and bases and is_majority and is_whole)
+
+
+def running(size: int, **options: str) -> World:
+    """Return a world whose members are all in one formation."""
+    world = World(0, size, **options)
+    world.is_slow = False
+    world.run(5 * TIMEOUT_S)
+    assert {len(node.formation.members) for node in world.alive} == {size}
+    return world
+
+
+def going_on(world: World, nodes: list[Node]) -> list[bool]:
+    """Whether each of ``nodes`` commits steps once all that is lost has been noticed."""
+    world.run(world.now_s + 5 * TIMEOUT_S)
+    before = [node.version for node in nodes]
+    world.run(world.now_s + 5 * TIMEOUT_S)
+    return [node.version > former for node, former in zip(nodes, before, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("tie_breaker", "goes_on"), [("", [False] * 4), ("h3", [False, False, True, True])]
+)
+def test_of_equal_halves_neither_goes_on_but_that_of_the_tie_breaker(
+    tie_breaker: str, goes_on: list[bool]
+) -> None:
+    world = running(4, tie_breaker=tie_breaker)
+    world.cut({"h0", "h1"})
+    assert going_on(world, world.alive) == goes_on
+    assert "which is no majority" in world.alive[0].machine.objection()
+    repair(world)
+
+
+def test_a_majority_of_the_last_members_goes_on() -> None:
+    world = running(5)
+    world.cut({"h0", "h1"})
+    assert going_on(world, world.alive) == [False, False, True, True, True]
+    world.freeze(world.at["h2"])  # two of the last three are left
+    assert going_on(world, world.alive[3:]) == [True, True]
+    world.kill(world.at["h3"], is_silent=True)  # one of the last two
+    assert going_on(world, world.alive[3:]) == [False]
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_deaths_that_are_certain_need_no_majority(at_once: bool) -> None:
+    world = running(4)
+    for address in ("h0", "h1", "h3"):
+        world.kill(world.at[address])
+        assert at_once or going_on(world, world.alive) == [True] * len(world.alive)
+    assert going_on(world, world.alive) == [True]
+
+
+def test_one_that_was_frozen_does_not_go_on_alone() -> None:
+    """The others may have gone on with members that it does not know."""
+    world = running(3)
+    frozen = world.at["h0"]
+    world.freeze(frozen)
+    world.run(world.now_s + 3 * TIMEOUT_S)
+    for address in ("h1", "h2"):
+        world.kill(world.at[address])
+    world.thaw(frozen)
+    assert going_on(world, [frozen]) == [False]
+
+
+def test_states_are_read_as_they_were_written() -> None:
+    state = running(2).alive[0].machine.state
+    assert State.from_json(json.loads(json.dumps(state.to_json()))) == state
 
 
 @pytest.mark.parametrize("start", range(0, 20, 10))

@@ -33,7 +33,7 @@ def test_each_sample_is_taken_once_whatever_happens(workers: int, shuffle: bool)
     ]
     taken: list[int] = []
     size = 4
-    orders = []
+    orders: list[list[int]] = []
     while len(orders) < (1 if workers else 3):
         if rng.random() < 0.3:
             size = rng.randrange(1, 5)
