@@ -132,6 +132,11 @@ def test_completions_are_those_of_transformers(
         "length"
     ]
     assert last.choices == [] and last.usage == made.usage
+    options = {"include_usage": True, "continuous_usage_stats": True}  # the latter is vLLM's
+    stream = client.completions.create(
+        model=name, prompt=PROMPT, stream=True, stream_options=options, **greedy(5)
+    )
+    assert [one.usage.completion_tokens for one in stream][-2:] == [5, 5]
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -73,7 +73,7 @@ _STATUS = {
     OperationTimeoutError: 504,
 }
 # What is answered while the server ends: others see that it does.
-_ALWAYS = ("/v2/health/live", "/v2/health/ready", "/metrics", "/status.json", "/")
+_ALWAYS = ("/health", "/v2/health/live", "/v2/health/ready", "/metrics", "/status.json", "/")
 
 
 class Application:
@@ -237,6 +237,7 @@ def _routes(calls: Endpoints, texts: OpenAi) -> list[Route]:
         Route("/metrics", {"GET": calls.metrics}),
         Route("/v2", {"GET": calls.server_metadata}),
         Route("/v2/health/live", {"GET": calls.live}),
+        Route("/health", {"GET": calls.live}),  # of vLLM, which load generators ask
         Route("/v2/health/ready", {"GET": calls.ready}),
         Route("/v2/models", {"GET": calls.models}),
         Route(model, {"GET": calls.metadata}),

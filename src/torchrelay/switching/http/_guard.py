@@ -56,7 +56,7 @@ class Guard:
         get = request.headers.get
         head = _Head(
             request.method,
-            request.path.startswith("/v2/health/"),
+            request.path.startswith(("/v2/health/", "/health")),
             get("host", ""),
             get("x-forwarded-host", ""),
             get("origin", ""),

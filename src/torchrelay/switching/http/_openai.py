@@ -259,6 +259,7 @@ class OpenAi:
         """Yield the events of a stream."""
         options = answer.asked.stream_options
         has_usage = options is not None and bool(options.include_usage)
+        is_usage_continuous = has_usage and bool(options and options.continuous_usage_stats)
         try:
             for choice in answer.choices:
                 for first in form.first(answer, choice):
@@ -266,7 +267,8 @@ class OpenAi:
             async for choice, text, event in answer.pieces():
                 form.note(choice, answer.model, event, text)
                 if text or choice.logprobs or choice.finish_reason:
-                    yield _event(form.chunk(answer, choice, text))
+                    chunk = form.chunk(answer, choice, text)
+                    yield _event(chunk | ({"usage": answer.usage} if is_usage_continuous else {}))
                     choice.logprobs.clear()
             if has_usage:
                 yield _event(

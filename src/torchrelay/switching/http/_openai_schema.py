@@ -19,6 +19,7 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     """What a stream has beside its tokens."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # of vLLM: with each chunk
     include_obfuscation: bool | None = None  # there is none
 
 
