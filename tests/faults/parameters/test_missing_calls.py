@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from torchrelay import _waiting
 from torchrelay.errors import OperationTimeoutError, PeerLostError
 from torchrelay.parameters import Embedding, Table, optim
 from torchrelay.world import World
@@ -53,6 +54,7 @@ def _call_late(world: World, nodes: int) -> list[str]:
     too.
     """
     dist.init_process_group("gloo")
+    _waiting._FIRST_LOOK_S, _waiting._FIRST_REPORT_S = 0.1, 0.4
     reports = Reports()
     node_of_rank = lambda rank: rank * nodes // world.size  # noqa: E731
     said = []
@@ -182,6 +184,10 @@ def _step_alone(world: World, hosts: str, is_killed: bool) -> tuple[str, str, tu
     keys = torch.arange(KEYS)
     module(keys).sum().backward()
     optimizer.step()
+    if not is_killed:
+        exchange = table.gradients._exchange
+        assert exchange is not None
+        exchange._timeout_s = 2
     if world.rank == 2:
         if is_killed:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -202,8 +208,7 @@ def _step_alone(world: World, hosts: str, is_killed: bool) -> tuple[str, str, tu
 def test_who_takes_no_part_in_a_sum_of_gradients_is_named(
     run_processes: RunProcesses, hosts: str, is_killed: bool
 ) -> None:
-    environ = {"TORCHRELAY_PARAMETERS_TIMEOUT_S": "10"}
-    results = run_processes(_step_alone, 3, environ=environ, hosts=hosts, is_killed=is_killed)
+    results = run_processes(_step_alone, 3, hosts=hosts, is_killed=is_killed)
     for result in results[:2]:
         assert result.ok, result.error
         kind, message, ranks = result.value
