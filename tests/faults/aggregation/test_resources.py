@@ -23,6 +23,7 @@ import torchrelay.aggregation  # noqa: F401 - what is imported late needs descri
 from torchrelay import config
 from torchrelay._communicators import open_group
 from torchrelay._group import Collective, Kind
+from torchrelay._torch import has_python_backends
 from torchrelay.buffers import Segment
 from torchrelay.errors import SegmentError, TorchRelayError
 from torchrelay.world import Ranks, World
@@ -125,6 +126,10 @@ def _create(world: World, poor: int, hosts: str) -> list[tuple[str, str]]:
     os.environ["TORCHRELAY_HOST_ID"] = hosts[world.rank]
     torch.ones(70_000).eq(1).all()  # which takes memory once
     store = world.connect(60)
+    if has_python_backends():  # c10d's operators and its recorder take memory once
+        start(store, world, "first")
+        use(world)
+        dist.destroy_process_group()
     heard = []
     for index, scarce in enumerate(scarcities()):
         with scarce() if world.rank == poor else contextlib.nullcontext():
