@@ -11,7 +11,7 @@ from torchrelay import _torch
 from torchrelay.deferred._dispatch import enter
 from torchrelay.deferred._modules import note_escapes, own_tensors
 from torchrelay.deferred._recording import FakeSession
-from torchrelay.deferred._tensor import FakeTensor, births
+from torchrelay.deferred._tensor import FakeTensor, created
 from torchrelay.errors import ArgumentError
 
 __all__ = ["deferred_init", "is_deferred"]
@@ -44,17 +44,17 @@ def deferred_init(fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R
             f"an object of type {type(fn).__name__}"
         )
     session = FakeSession(deferred=True)
-    outer, births.lives = births.lives, []
+    outer, created.lives = created.lives, []
     try:
         with enter(session):
             result = fn(*args, **kwargs)
-        note_escapes(births.lives, result)
+        note_escapes(created.lives, result)
     except BaseException:
         session.close(done=False)
-        note_escapes(births.lives, None)
+        note_escapes(created.lives, None)
         raise
     finally:
-        births.lives = outer
+        created.lives = outer
     session.close(done=True)
     return result
 

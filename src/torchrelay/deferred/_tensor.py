@@ -24,7 +24,7 @@ __all__ = [
     "Life",
     "assign",
     "become",
-    "births",
+    "created",
     "fake_from_region",
     "give_shape",
     "go_back",
@@ -41,7 +41,7 @@ class Life:
     __slots__ = ("__weakref__",)
 
 
-class _Births(threading.local):
+class _Created(threading.local):
     """The fake tensors that this thread makes.
 
     Attributes:
@@ -51,7 +51,7 @@ class _Births(threading.local):
     lives: list[weakref.ref[Life]] | None = None
 
 
-births = _Births()
+created = _Created()
 
 
 class FakeTensor(torch.Tensor):
@@ -315,7 +315,7 @@ def fake_from_region(region: Region, history: History) -> FakeTensor:
     )
     fake._region = region
     fake._history = history
-    lives = births.lives
+    lives = created.lives
     if lives is not None:
         fake._life = life = Life()
         lives.append(weakref.ref(life))

@@ -123,7 +123,7 @@ class Job:
             f"no communication is possible any more, because an earlier one failed: {self.broken}"
         )
 
-    def be_no_rank(self) -> None:
+    def disable(self) -> None:
         """Disable communication in a process that inherited its rank from another."""
         self.broken = (
             "this process was started by a rank, and is none itself: communicate in the rank"
@@ -399,10 +399,10 @@ def send(lease: Lease, rank: int, kind: str, text: str) -> None:
 
 def _forked() -> None:
     if process.end is not None or process.leases:
-        process.be_no_rank()
+        process.disable()
 
 
 atexit.register(process.leave)
 os.register_at_fork(after_in_child=_forked)
 if is_worker:
-    process.be_no_rank()
+    process.disable()

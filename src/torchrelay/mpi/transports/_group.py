@@ -350,7 +350,7 @@ def world_transport() -> GroupTransport:
         is_worker = is_worker_of_rank()
         if is_worker or World.from_environment().size == 1:
             if is_worker:
-                _wait.process.be_no_rank()
+                _wait.process.disable()
             else:
                 check_launcher(1)
             return _first(Ranks(dist.HashStore()), _Place([""], "127.0.0.1", False))
