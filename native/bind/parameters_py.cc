@@ -145,7 +145,7 @@ void register_store(nb::module_& module) {
           "keys"_a, "count"_a, "low"_a, "high"_a, "taken"_a, "distinct"_a, "drawable"_a = Address{0},
           Released())
       .def("check_leader", [](Store& store) { store.membership().check_leader(); })
-      .def("leave_in_need", [](Store& store) { store.membership().leave_in_need(); })
+      .def("abort_membership", [](Store& store) { store.membership().abort_membership(); })
       .def(
           "lose_worker", [](Store& store, std::uint32_t worker) { store.membership().lose_worker(worker); },
           "worker"_a)

@@ -53,7 +53,9 @@ void Membership::lose(const Loss& loss) {
   header_.loss.compare_exchange_strong(none, loss);
 }
 
-void Membership::leave_in_need() { lose({Loss::kLeft, static_cast<std::uint16_t>(header_.node), getpid()}); }
+void Membership::abort_membership() {
+  lose({Loss::kLeft, static_cast<std::uint16_t>(header_.node), getpid()});
+}
 
 void Membership::lose_worker(std::uint32_t worker) {
   lose({Loss::kKilled, static_cast<std::uint16_t>(header_.node),

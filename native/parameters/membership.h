@@ -16,7 +16,7 @@ class Membership {
   void join(std::uint32_t user_id);
   void leave(std::uint32_t user_id);
   // This process leaves while others still use the table.
-  void leave_in_need();
+  void abort_membership();
   // Workers of this node whose processes have died without leaving; successors may take their ids.
   std::vector<std::uint32_t> dead_workers() const;
 

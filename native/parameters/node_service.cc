@@ -11,7 +11,7 @@ NodeService::NodeService(std::shared_ptr<Store> store, std::shared_ptr<Network> 
 
 NodeService::~NodeService() {
   if (origin_.is_forked()) return;
-  if (!parts_->threads.empty()) store_->membership().leave_in_need();
+  if (!parts_->threads.empty()) store_->membership().abort_membership();
   stop();
 }
 

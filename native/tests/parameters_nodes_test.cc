@@ -488,9 +488,9 @@ TEST(the_first_loss_is_what_all_nodes_name) {
   auto& goodbyes = network->hold(Kind::kGoodbye, 1, 2);
   Cluster cluster(network, 3, dense(3, 1), {});
   losses.on = goodbyes.on = true;
-  cluster.stores[1]->membership().leave_in_need();
+  cluster.stores[1]->membership().abort_membership();
   eventually([&] { return cluster.stores[0]->membership().loss().how != Loss::kNone; });
-  cluster.stores[0]->membership().leave_in_need();
+  cluster.stores[0]->membership().abort_membership();
   cluster.services[0]->stop();
   eventually([&] { return cluster.stores[2]->header().departed_node != 0; });
   const Loss first{Loss::kLeft, 1, getpid()};

@@ -361,7 +361,7 @@ class Server(Resource):
                 self.store.check_leader()
             except (PeerLostError, UnavailableError, ProtocolError) as error:
                 cause = error if isinstance(error, PeerLostError) else None
-            self.store.leave_in_need()
+            self.store.abort_membership()
         self._down = self.ending.is_over = True
         self._stop_service(cause)
 
