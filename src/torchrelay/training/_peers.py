@@ -228,6 +228,8 @@ class Peers:
             async for value in published:
                 self.received.put((member, value))
                 self._news.set()
+        except asyncio.CancelledError:
+            pass  # this member closes; asyncio would log it
         except _BROKEN as error:
             if not isinstance(error, OSError):
                 peer = writer.get_extra_info("peername")

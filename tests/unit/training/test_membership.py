@@ -156,9 +156,9 @@ def test_states_are_read_as_they_were_written() -> None:
     assert State.from_json(json.loads(json.dumps(state.to_json()))) == state
 
 
-@pytest.mark.parametrize("start", range(0, 20, 10))
+@pytest.mark.parametrize("start", range(0, 100, 25))
 def test_schedules(start: int) -> None:
-    for seed in range(start, start + 10):
+    for seed in range(start, start + 25):
         try:
             fuzz(seed)
         except AssertionError as error:

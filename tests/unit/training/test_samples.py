@@ -24,19 +24,19 @@ class FakeStep:
         self.callbacks.append(function)
 
 
-@pytest.mark.parametrize(("workers", "shuffle"), [(0, True), (0, False), (2, True)])
+@pytest.mark.parametrize(("workers", "shuffle"), [(0, True), (0, False), (1, True)])
 def test_each_sample_is_taken_once_whatever_happens(workers: int, shuffle: bool) -> None:
     rng = random.Random(workers)
     data = torch.utils.data.TensorDataset(torch.arange(23))
     loaders = [
-        ElasticLoader(data, 5, shuffle=shuffle, seed=3, num_workers=workers) for _ in range(4)
+        ElasticLoader(data, 5, shuffle=shuffle, seed=3, num_workers=workers) for _ in range(2 if workers else 4)
     ]
     taken: list[int] = []
-    size = 4
+    size = len(loaders)
     orders: list[list[int]] = []
     while len(orders) < (1 if workers else 3):
         if rng.random() < 0.3:
-            size = rng.randrange(1, 5)
+            size = rng.randrange(1, len(loaders) + 1)
             for loader in loaders[1:]:  # those that come get the position
                 loader.load_state_dict(loaders[0].state_dict())
         steps: list[Any] = [FakeStep(rank, size) for rank in range(size)]
