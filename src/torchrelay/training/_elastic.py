@@ -11,7 +11,6 @@ from dataclasses import fields, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from typing_extensions import Self
 
@@ -68,13 +67,6 @@ class Step:
                 tensor.mul_(self.samples / max(int(total), 1))
             if tensors:
                 self._agreement.collective(lambda group: group.allreduce_coalesced(tensors))
-
-    def hook(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        """Average a bucket of DDP; see :meth:`Elastic.hook`."""
-        self.average([bucket.buffer()])
-        future: torch.futures.Future[Tensor] = torch.futures.Future()
-        future.set_result(bucket.buffer())
-        return future
 
     def abort(self) -> None:
         """Let no member commit this step."""
@@ -205,12 +197,22 @@ class Elastic:
             for function in step.callbacks:
                 function()
 
-    def hook(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        """Average gradients within :meth:`step`. A communication hook for DDP over :attr:`group`,
-        which may keep its model when members change.
+    # DDP looks for the name bucket, and takes no annotation of it or of the result but its own.
+    def hook(self, state, bucket):  # type: ignore[no-untyped-def]
+        """Average gradients within :meth:`step`. A communication hook for DDP over a group of this
+        process alone, such as ``new_group([0])`` before the first step.
+
+        Returns a future of the averaged flat gradient.
+
+        Args:
+            state (None): not used.
+            bucket (torch.distributed.GradBucket): DDP's.
         """
         assert self._step is not None
-        return self._step.hook(bucket)
+        self._step.average([bucket.buffer()])
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
 
     def report(self) -> str:
         """Return a table of what this member's run cost since its first step."""

@@ -126,7 +126,8 @@ class Peers:
         tasks = asyncio.all_tasks(self._loop)
         for task in tasks:
             task.cancel()
-        self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        if tasks:
+            self._loop.run_until_complete(asyncio.wait(tasks))
         self._loop.close()
         self._listener.close()
 

@@ -29,7 +29,8 @@ def test_each_sample_is_taken_once_whatever_happens(workers: int, shuffle: bool)
     rng = random.Random(workers)
     data = torch.utils.data.TensorDataset(torch.arange(23))
     loaders = [
-        ElasticLoader(data, 5, shuffle=shuffle, seed=3, num_workers=workers) for _ in range(2 if workers else 4)
+        ElasticLoader(data, 5, shuffle=shuffle, seed=3, num_workers=workers)
+        for _ in range(2 if workers else 4)
     ]
     taken: list[int] = []
     size = len(loaders)
