@@ -147,7 +147,6 @@ class Elastic:
         self._is_in_doubt, self._wants_round = False, True
         self._is_whole: list[bool] = []  # by rank
         self._is_closed = False
-        self._step: Step | None = None
         self._costs = _Costs()
         _living.add(self)
 
@@ -183,7 +182,7 @@ class Elastic:
         self._prepare()
         started_s = time.monotonic()
         self._costs.began_s = self._costs.began_s or started_s
-        step = self._step = Step(self._agreement, self.version)
+        step = Step(self._agreement, self.version)
         try:
             yield step
         except Exception as error:
@@ -196,23 +195,6 @@ class Elastic:
         if step.committed:
             for function in step.callbacks:
                 function()
-
-    # DDP looks for the name bucket, and takes no annotation of it or of the result but its own.
-    def hook(self, state, bucket):  # type: ignore[no-untyped-def]
-        """Average gradients within :meth:`step`. A communication hook for DDP over a group of this
-        process alone, such as ``new_group([0])`` before the first step.
-
-        Returns a future of the averaged flat gradient.
-
-        Args:
-            state (None): not used.
-            bucket (torch.distributed.GradBucket): DDP's.
-        """
-        assert self._step is not None
-        self._step.average([bucket.buffer()])
-        future: torch.futures.Future[Tensor] = torch.futures.Future()
-        future.set_result(bucket.buffer())
-        return future
 
     def report(self) -> str:
         """Return a table of what this member's run cost since its first step."""

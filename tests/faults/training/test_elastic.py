@@ -17,14 +17,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import namespaces
 import torchrelay
 from ranks import free_port
 from torchrelay.errors import MismatchError, OperationTimeoutError
-from torchrelay.training import DiLoCo, Elastic, ElasticLoader, Step
+from torchrelay.training import Elastic, ElasticLoader, Step
 from torchrelay.world import World
 from waiting import eventually
 
@@ -303,63 +302,3 @@ def test_of_two_halves_only_that_of_the_tie_breaker_goes_on(
     for step in {note["step"] for note in notes(tmp_path)}:
         taken = [one for note in notes(tmp_path) if note["step"] == step for one in note["taken"]]
         assert len(taken) == len({*taken})
-
-
-def _reduce_in_hooks(world: World, folder: str, addresses: list[str], kind: str) -> str:
-    """The first member dies within a step; DDP's hook, or DiLoCo, goes on with the others."""
-    torch.manual_seed(world.rank)
-    module = nn.Linear(4, 2)
-    inner = torch.optim.AdamW(module.parameters(), lr=0.05)
-    states: dict[str, Any] = {"module": module}
-    local: dict[str, Any] = {"inner": inner} if kind == "diloco" else {}
-    group: list[Any] = []
-    if kind == "diloco":
-        outer = torch.optim.SGD(module.parameters(), lr=0.7, momentum=0.9, nesterov=True)
-        diloco = DiLoCo([module], inner, outer, 3, process_group=lambda: group[0])
-        local["diloco"] = diloco
-    else:
-        states["inner"] = inner
-    peers = ",".join(addresses[: world.size])
-    with Elastic(
-        states, local, address=addresses[world.rank], peers=peers, timeout_s=20.0
-    ) as elastic:
-        group.append(elastic.group)
-        model: nn.Module = module
-        if kind == "ddp":
-            alone = dist.new_group([0])
-            model = nn.parallel.DistributedDataParallel(module, process_group=alone)
-            model.register_comm_hook(None, elastic.hook)
-        members: tuple[str, ...] = ()
-        while elastic.version < 30:
-            with elastic.step() as step:
-                if members != elastic.members and kind == "diloco":
-                    diloco.synchronize()
-                members = elastic.members
-                for turn in range(3 if kind == "diloco" else 1):
-                    inner.zero_grad()
-                    model(torch.full((2, 4), float(step.rank + turn))).square().mean().backward()
-                    if step.size == 3 and step.rank == 0 and step.number > 3:
-                        die()
-                    if kind == "diloco":
-                        inner.step()
-            if step.committed and kind == "ddp":
-                inner.step()
-            if elastic.group.size() < 3 and not any(Path(folder).glob("all*")):
-                time.sleep(0.05)  # the others are on their way
-            if elastic.group.size() == 3:
-                Path(folder, f"all{world.rank}").touch()
-        return hashlib.sha256(
-            b"".join(p.detach().numpy().tobytes() for p in module.parameters())
-        ).hexdigest()
-
-
-@pytest.mark.parametrize("kind", ["ddp", "diloco"])
-def test_other_ways_to_reduce(
-    kind: str, run_processes: RunProcesses, tmp_path: Path, addresses: list[str]
-) -> None:
-    results = run_processes(
-        _reduce_in_hooks, 3, folder=str(tmp_path), addresses=addresses, kind=kind
-    )
-    ended = [result.exitcode for result in results]
-    assert ended.count(-signal.SIGKILL) == 1, [result.error for result in results]
-    assert len({result.value for result in results} - {None}) == 1, [r.error for r in results]
