@@ -299,6 +299,8 @@ def test_of_two_halves_only_that_of_the_tie_breaker_goes_on(
         assert "which is no majority" in results[0].value[1]
     assert said == (["stopped"] * 2 + ["2 go on"] * 2 if tie_breaker else ["4 go on"] * 4)
     assert len({result.value[1] for result in results[2:]}) == 1
-    for step in {note["step"] for note in notes(tmp_path)}:
-        taken = [one for note in notes(tmp_path) if note["step"] == step for one in note["taken"]]
+    # Those that stop may have committed a step that those that go on repeat.
+    noted = [note for note in notes(tmp_path) if note["rank"] > 1 or not tie_breaker]
+    for step in {note["step"] for note in noted}:
+        taken = [one for note in noted if note["step"] == step for one in note["taken"]]
         assert len(taken) == len({*taken})
