@@ -16,9 +16,8 @@ from typing_extensions import Self
 
 from torchrelay import _telemetry, config
 from torchrelay._names import names_options
-from torchrelay.errors import ArgumentError
 from torchrelay.training._agreement import Agreement, Losses
-from torchrelay.training._healing import RandomStates, Stateful, heal, layout_of
+from torchrelay.training._healing import RandomStates, Stateful, check, heal, layout_of
 from torchrelay.training._membership import Record
 
 __all__ = ["Elastic", "Step"]
@@ -124,6 +123,7 @@ class Elastic:
         version: how many steps were committed, by this member or those that healed it.
 
     Raises:
+        ArgumentError: a state contains what is no tensor and no plain value.
         ConfigError: a setting is invalid, or there is neither token nor key where other hosts
             could connect.
         UnavailableError: this process cannot listen at its address.
@@ -136,11 +136,9 @@ class Elastic:
         local: Mapping[str, Stateful] | None = None,
         **settings: Any,
     ) -> None:
-        for name, one in {**states, **(local or {})}.items():
-            if not (hasattr(one, "state_dict") and hasattr(one, "load_state_dict")):
-                raise ArgumentError(f"Elastic: {name} is a {type(one).__name__} without state_dict")
         self._states = dict(states)
         self._local = {"random": RandomStates(), **(local or {})}
+        check({**self._states, **self._local})
         chosen = replace(config.load(config.ElasticSettings), **settings)
         self._agreement = Agreement(chosen, layout_of(states))
         self.version = 0

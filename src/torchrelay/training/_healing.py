@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from torchrelay import _native
 from torchrelay.errors import ArgumentError, CorruptionError
 
-__all__ = ["RandomStates", "Stateful", "heal", "layout_of"]
+__all__ = ["RandomStates", "Stateful", "check", "heal", "layout_of"]
 
 _PIECE_BYTES = 4 << 20
 
@@ -65,6 +65,14 @@ def layout_of(states: Mapping[str, Stateful]) -> list[str]:
     ]
 
 
+def check(states: Mapping[str, Stateful]) -> None:
+    """Raise :class:`ArgumentError` if something in ``states`` could not be sent to a member."""
+    for name, one in states.items():
+        if not (hasattr(one, "state_dict") and hasattr(one, "load_state_dict")):
+            raise ArgumentError(f"Elastic: {name} is a {type(one).__name__} without state_dict")
+    _described(*_leaves(states))
+
+
 def heal(
     group: Any,
     is_whole: Sequence[bool],
@@ -87,8 +95,7 @@ def heal(
     whole = [source for source, has_state in enumerate(is_whole) if has_state]
     size_bytes = 0
     for states, sources in ((shared, whole), (local, [first])):
-        tree = {name: one.state_dict() for name, one in states.items()}
-        own = {pytree.keystr(path): leaf for path, leaf in pytree.tree_flatten_with_path(tree)[0]}
+        tree, own = _leaves(states)
         text = _described(tree, own) if rank == first else b""
         spec, leaves = json.loads(_broadcast(group, text, first))
         values, tensors = [], None
@@ -104,6 +111,14 @@ def heal(
             for name, one in states.items():
                 one.load_state_dict(healed[name])
     return size_bytes
+
+
+def _leaves(states: Mapping[str, Stateful]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the tree of all states, and its leaves by name."""
+    tree = {name: one.state_dict() for name, one in states.items()}
+    return tree, {
+        pytree.keystr(path): leaf for path, leaf in pytree.tree_flatten_with_path(tree)[0]
+    }
 
 
 def _memory(value: Any) -> Tensor:
