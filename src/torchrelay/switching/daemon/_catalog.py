@@ -134,15 +134,18 @@ class Catalog:
                     self.residency.arena.evict(name)
                 served.regroup(grouped)
 
-    def keep(self, make_way: Callable[[], None]) -> bool:
+    def keep(self, running: str, make_way: Callable[[], None]) -> bool:
         """Give pinned models their places; return False, and let others make way, if one has none
         yet.
+
+        Args:
+            running: the model of the request that runs, or "".
         """
         for name, served in self.models.items():
             is_placed = not served.is_pinned or self.residency.arena.is_kept(name)
             if is_placed or name in self._leaving:
                 continue
-            if not self.residency.keep(served):
+            if not self.residency.keep(served, running):
                 make_way()
                 return False
         return True

@@ -154,7 +154,8 @@ class Daemon:
         if self.is_draining and self._is_drained():
             self._end(UnavailableError("the switcher was closed before it was done"))
             return math.inf
-        self.catalog.retire(self.dispatcher.model or self.generation.model)
+        running = self.dispatcher.model or self.generation.model
+        self.catalog.retire(running)
         self.residency.report_dropped()
         self.catalog.build(self._make_way)
         for request, error in self.queue.take_expired():
@@ -165,7 +166,7 @@ class Daemon:
         broken = self.fleet.broken
         if broken is not None:
             self.catalog.fail_all(broken)
-        if self.catalog.keep(self._make_way):
+        if self.catalog.keep(running, self._make_way):
             self._start_next()
         return min(
             self.generation.wakes_at,

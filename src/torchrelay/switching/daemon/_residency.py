@@ -113,12 +113,12 @@ class Residency:
         self.arena.release(served.name)
         return True
 
-    def keep(self, served: Served) -> bool:
+    def keep(self, served: Served, running: str) -> bool:
         """Keep the model in the arena until :meth:`Arena.unkeep`, and start copying it; False if
-        others are in the way.
+        others are in the way, whose copies are stopped but for that of the model that is running.
         """
         if not self.arena.keep(served.name, served.grouped.sizes[0]):
-            self.cancel_copies()
+            self.cancel_copies(keep=running)
             return False
         self.report_dropped()
         return self.prefetch(served)
