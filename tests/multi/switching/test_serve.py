@@ -416,6 +416,7 @@ def test_a_model_that_comes_into_the_file_is_served(server: Server) -> None:
         assert post(url, "/v2/repository/models/late/unload", b"")[0] == 200
     finally:
         file.write_text(before)
+    eventually(lambda: b'"late"' not in get(url, "/v2/models")[1])
 
 
 def test_statistics_and_configurations(url: str) -> None:

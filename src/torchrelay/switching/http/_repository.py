@@ -184,15 +184,21 @@ class Repository:
                     self._retired.add(name)
 
     def _look_again(self) -> None:
-        """Add the models that have come into the file, if it was not just looked at."""
+        """Add the models that have come into the file, and drop those that have left it and are
+        not loaded, if it was not just looked at.
+        """
         now = time.monotonic()
         if now - self._looked_s < _LOOK_AGAIN_S:
             return
         self._looked_s = now
         try:
-            self.entries = {**self._read_again(), **self.entries}
+            found = self._read_again()
         except ConfigError as error:
             _log.warning("no model was added: %s", error)
+            return
+        used = {*found, *self._loading, *self._store.names()}
+        known = {name: entry for name, entry in self.entries.items() if name in used}
+        self.entries = {**found, **known}
 
     def _entry(self, name: str) -> ModelEntry:
         if name not in self.entries:
