@@ -86,8 +86,9 @@ def refused() -> None:
     used.
     """
     names = [one.name for one in pkgutil.walk_packages(torchrelay.__path__, "torchrelay.")]
-    for name in names:
-        if not name.endswith("__main__"):
+    adapters = {"torchrelay.checkpoint.lightning", "torchrelay.checkpoint.torch_checkpointing"}
+    for name in names:  # adapters need the package that they are for
+        if not name.endswith("__main__") and name not in adapters:
             importlib.import_module(name)
 
     from torchrelay import mpi, parameters, switching, transport
