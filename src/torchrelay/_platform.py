@@ -20,6 +20,7 @@ import socket
 import struct
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,6 +41,7 @@ __all__ = [
     "path_inside",
     "peak_memory_bytes",
     "populate",
+    "seconds_since_boot",
     "socket_pair",
     "start_writeback",
     "usable_cores",
@@ -115,6 +117,11 @@ def initial_environment() -> list[bytes]:
 def loopback() -> str:
     """Return the name of the loopback device."""
     return next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+
+
+def seconds_since_boot() -> float:
+    """Return the time of a clock that also runs while the machine is suspended."""
+    return time.clock_gettime(int(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)))
 
 
 def peak_memory_bytes() -> int:

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import secrets
-import time
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from torchrelay import config
-from torchrelay._platform import boot_id, has_core, need_core
+from torchrelay._platform import boot_id, has_core, need_core, seconds_since_boot
 from torchrelay.errors import UnavailableError
 
 __all__ = ["Process", "closed_in_children", "host_identity", "remedy_of"]
@@ -114,7 +113,7 @@ class Process:
             host=host_identity(),
             pid=os.getpid(),
             start_ticks=_own_start_ticks(),
-            joined_ticks=int(time.clock_gettime(time.CLOCK_BOOTTIME) * os.sysconf("SC_CLK_TCK")),
+            joined_ticks=int(seconds_since_boot() * os.sysconf("SC_CLK_TCK")),
             job=next((f"{name}={os.environ[name]}" for name in names), ""),
             draw=secrets.token_hex(8),
         )

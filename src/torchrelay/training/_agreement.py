@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torchrelay
 from torchrelay import config, transport
 from torchrelay._addresses import address_for_anyone, is_loopback, network_identity
+from torchrelay._platform import seconds_since_boot
 from torchrelay._processes import remedy_of
 from torchrelay.config import ElasticSettings
 from torchrelay.errors import (
@@ -93,7 +94,7 @@ class Agreement:
         """Run a collective of the group; blocks. Once the next one has completed, all members have
         completed this one, and none can have waited a timeout for this member since it began.
         """
-        former_s, self._entered_s = self._entered_s, _now_s()
+        former_s, self._entered_s = self._entered_s, seconds_since_boot()
         call(self.group).wait()
         self._lease = self.met.formation.number, former_s
 
@@ -140,7 +141,7 @@ class Agreement:
         machine, peers, waited_s = self.machine, self._peers, time.monotonic()
         # The others have been silent since this member began the last collective, at least.
         timeout_s = self.settings.timeout_s
-        patience_s = max(timeout_s - (_now_s() - self._entered_s), timeout_s / 4)
+        patience_s = max(timeout_s - (seconds_since_boot() - self._entered_s), timeout_s / 4)
         while True:
             self._look()
             formation = machine.decide()
@@ -171,7 +172,7 @@ class Agreement:
         """Take note of this member's lease, and of those that have ended."""
         machine, peers = self.machine, self._peers
         number, since_s = self._lease
-        is_lent = _now_s() - since_s < _LEASE * self.settings.timeout_s
+        is_lent = seconds_since_boot() - since_s < _LEASE * self.settings.timeout_s
         machine.is_fresh = is_lent and number == machine.bases[0].number > 0
         for member in machine.known():
             known_s = self._known_s.setdefault(member, time.monotonic())
@@ -218,24 +219,19 @@ class Agreement:
         own = {self.member: {"handle": self.group.get_reconfigure_handle()}}
         handles = [(self._published | own)[member]["handle"] for member in formation.members]
         digest = hashlib.blake2b(repr(formation).encode(), digest_size=8).digest()
-        entered_s = _now_s()
+        entered_s = seconds_since_boot()
         uuid = int.from_bytes(digest, "big", signed=True)
         self.group.form(uuid, handles, self.settings.timeout_s)
         self.machine.install(formation)
         self._entered_s = entered_s
         mine = torch.tensor([record.version, record.is_in_doubt, record.is_whole])
         every = [torch.zeros_like(mine) for _ in formation.members]
-        former_s, self._entered_s = entered_s, _now_s()
+        former_s, self._entered_s = entered_s, seconds_since_boot()
         self.group.allgather([every], [mine]).wait()
         self.machine.confirm()
         self._lease = formation.number, former_s
         known = [Record(int(v), bool(d), bool(w)) for v, d, w in every]
         return Met(formation, resolve(known))
-
-
-def _now_s() -> float:
-    """Return the time of a clock that also runs while the host is suspended."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def _new_group(timeout_s: float) -> Any:
