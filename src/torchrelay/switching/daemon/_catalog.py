@@ -56,7 +56,7 @@ class Catalog:
             CapacityError: it is larger than what others leave of the arena.
         """
         whole = Grouped.one_group(model.layout)
-        self._check_room(model, whole, is_pinned)
+        self._check_fits(model, whole, is_pinned)
         if model.name in self.models:
             self.remove(model.name, "was replaced")
         profile = load_profile(self._profile_file(model), len(model.layout.storages))
@@ -271,9 +271,9 @@ class Catalog:
         is_fitting = self._arena_bytes(grouped) <= self._left_bytes(model.name)
         return grouped if is_fitting else Grouped.one_group(model.layout)
 
-    def _check_room(self, model: StoredModel, whole: Grouped, is_pinned: bool) -> None:
-        """Raise :class:`CapacityError` unless the model, and each other one beside it if it is
-        pinned, has room beside those that are pinned.
+    def _check_fits(self, model: StoredModel, whole: Grouped, is_pinned: bool) -> None:
+        """Raise :class:`CapacityError` unless the model fits beside those that are pinned, and, if
+        it is pinned itself, each other one fits beside it.
         """
         left, size_bytes = self._left_bytes(model.name), self._arena_bytes(whole)
         if size_bytes > left:
