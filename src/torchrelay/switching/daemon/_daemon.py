@@ -78,7 +78,7 @@ class Daemon:
         self.training = TrainingScheduler(self.fleet)
         parts = self.queue, self.residency, self.fleet
         self.catalog = Catalog(self.owner, *parts, link, costs, options)
-        shares = Shares()
+        shares = Shares(options.slice_s)
         self.dispatcher = Dispatcher(self.catalog, *parts, shares, self.counts, options)
         self.generation = SliceScheduler(
             self.catalog, self.residency, self.fleet, shares, self.counts, options

@@ -37,6 +37,7 @@ class _Slice:
     sequences: dict[int, Sequence]
     overlaps: bool  # it began while groups were missing
     is_building: bool  # the worker still builds the module
+    turn_s: float  # how long it lasts if others wait
     # Sequences of which tokens are computed again, and how many were there before.
     behind: dict[int, int] = field(default_factory=dict)
     started: float = field(default_factory=time.monotonic)
@@ -128,7 +129,7 @@ class SliceScheduler:
             others = [rank for name, rank in ranks.items() if name != run.served.name]
             others += [] if rival is None else [rival]
             if others and not run.is_paused:
-                priority, ends = -min(others)[0], run.started + self._options.slice_s
+                priority, ends = -min(others)[0], run.started + run.turn_s
                 is_over = time.monotonic() >= ends and not run.is_behind
                 if priority > run.priority or (priority == run.priority and is_over):
                     self.pause()
@@ -228,10 +229,10 @@ class SliceScheduler:
         if pinned is None:
             self._residency.cancel_copies(keep=served.name)
             return
-        self._shares.start(served.name)
+        turn_s = self._shares.start(served.name)
         is_new = worker.loaded.get(served.name) != served.key
         overlaps = bool(pinned.missing) and not served.runs_whole
-        run = self.slice = _Slice(new_id(), worker, served, {}, overlaps, is_new)
+        run = self.slice = _Slice(new_id(), worker, served, {}, overlaps, is_new, turn_s)
         worker.work_for(self, self._options.run_timeout_s)
         worker.mapped.add(served.name)
         if is_new:
