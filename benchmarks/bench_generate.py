@@ -216,7 +216,9 @@ def run_switched(
                 recomputed = status["counts"]["recomputed_tokens"] - before
                 copy_s = store.get(names[0]).size_bytes / status["link"]["bytes_per_s"]
                 step_s = statistics.median(times.between)
-                bound_s = (count - 1) * (SLICE_S + copy_s + step_s) + copy_s + step_s
+                if count == 1:
+                    prompt_s = statistics.median(times.first)
+                bound_s = (count - 1) * (SLICE_S + copy_s + prompt_s) + copy_s + step_s
                 rows.append(Row(count, system, times, recomputed, 0.0 if options else bound_s))
     return rows
 
@@ -248,9 +250,9 @@ def report(rows: list[Row], load: Load) -> None:
         f"arena of 1.25 models; one client for each, {load.requests} requests of {load.prompt} "
         f"tokens and {load.tokens} more; turns of {SLICE_S} s; {CORES} cores. The processes share "
         f"the cores, and hold all models at once. Without stashes, one request of {BRIEF} tokens. "
-        "The last column is what a stall between two tokens may take: the turn, the copy and a "
-        "step of each other model. llama.cpp is not compared: it has no wheel, and reads files of "
-        "its own form."
+        "The last column is what a stall between two tokens may take: the turn of each other "
+        "model, its copy, and a step that began just before its end, with a prompt. llama.cpp is "
+        "not compared: it has no wheel, and reads files of its own form."
     )
     write("generate", "Language models that take turns", about, table(header, lines))
 
