@@ -50,12 +50,12 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.multiprocessing.spawn import start_processes
 
 from torchrelay._boxes import Box
-from torchrelay.checkpoint._manifest import Head, chunk_text, from_bytes
-from torchrelay.checkpoint._output import ChunkRecord
-from torchrelay.checkpoint._plan import Description, PlannedChunk, StateLayout, deal
-from torchrelay.checkpoint._read import MAX_BUFFER_BYTES, segments_of
 from torchrelay.checkpoint._types import DTYPES, DataFile, TensorDescription
-from torchrelay.checkpoint._written import Written, assemble
+from torchrelay.checkpoint.engine._output import ChunkRecord
+from torchrelay.checkpoint.engine._read import MAX_BUFFER_BYTES, segments_of
+from torchrelay.checkpoint.engine._written import Written, assemble
+from torchrelay.checkpoint.format._manifest import Head, chunk_text, from_bytes
+from torchrelay.checkpoint.plan._plan import Description, PlannedChunk, StateLayout, deal
 
 IMAGE = Path(__file__).parent.parent / "docs" / "images" / "checkpoint.png"
 OVERWRITE = "torchrelay, overwrite=True"

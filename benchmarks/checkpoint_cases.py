@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import torchrelay.aggregation  # noqa: F401 - the backend "sml"
 from torchrelay.checkpoint import async_save, load, save
-from torchrelay.checkpoint._tensors import byte_view
+from torchrelay.checkpoint.state._tensors import byte_view
 
 __all__ = ["CASES", "COLUMNS", "TENSORS", "Figures", "run_rank", "total_bytes"]
 

@@ -25,7 +25,7 @@ import torch
 from report import write
 
 from torchrelay.checkpoint import async_save, latest, load, save, verify
-from torchrelay.checkpoint._background import saver
+from torchrelay.checkpoint.engine._background import saver
 
 MODES = (
     "new names",

@@ -7,7 +7,7 @@ import signal
 import sys
 from typing import Any
 
-from torchrelay.checkpoint import _writer_process
+from torchrelay.checkpoint.engine import _writer_process
 
 __all__ = ["fail_in"]
 

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from torchrelay.checkpoint import Checkpointer
-from torchrelay.checkpoint._memory_socket import MemoryClient, folder_of, job_of, jobs, remove
+from torchrelay.checkpoint.memory._socket import MemoryClient, folder_of, job_of, jobs, remove
 from torchrelay.world import World
 from waiting import eventually
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from torchrelay.checkpoint._background import saver
+from torchrelay.checkpoint.engine._background import saver
 
 __all__ = ["s3_bucket"]
 

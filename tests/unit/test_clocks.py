@@ -14,7 +14,7 @@ NATIVE = PACKAGE.parent.parent / "native"
 
 # What is dated for people and other programs, by file, and how often.
 DATED = {
-    "checkpoint/_catalog.py": 1,  # a commit, which is dated after those before it
+    "checkpoint/storage/_catalog.py": 1,  # a commit, which is dated after those before it
     "checkpoint/_checkpointer.py": 1,  # a checkpoint in memory
     "switching/daemon/_daemon.py": 1,  # a snapshot of the status
     "switching/daemon/_dispatcher.py": 1,  # a request in the history

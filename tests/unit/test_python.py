@@ -33,7 +33,9 @@ def _run(command: list[str], folder: Path) -> str:
 
 
 def test_modules_of_the_current_directory_are_not_imported(hostile: Path) -> None:
-    code = "import json, secrets, sys, torchrelay.checkpoint._writer_process; print(sys.argv)"
+    code = (
+        "import json, secrets, sys, torchrelay.checkpoint.engine._writer_process; print(sys.argv)"
+    )
     assert _run([*code_command(code), "one"], hostile) == "['-c', 'one']\n"
     assert "json.tool" in _run([*module_command("json.tool"), "--help"], hostile)
 

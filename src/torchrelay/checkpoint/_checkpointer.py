@@ -22,20 +22,20 @@ from torchrelay import _telemetry, config
 from torchrelay._addresses import address_for_peers
 from torchrelay._names import names_options
 from torchrelay._platform import need_core
-from torchrelay.checkpoint._background import SaveHandle, Staging, saver
-from torchrelay.checkpoint._catalog import Keep, check_keep, heads_in
-from torchrelay.checkpoint._engine import described
-from torchrelay.checkpoint._group import Group, group_of
 from torchrelay.checkpoint._load import load
-from torchrelay.checkpoint._manifest import Head
-from torchrelay.checkpoint._memory import SCHEME, InMemory, MemoryFolder
-from torchrelay.checkpoint._memory_part import FileLayout, PartInfo
-from torchrelay.checkpoint._memory_socket import MemoryClient, job_of
-from torchrelay.checkpoint._plan import Plan
 from torchrelay.checkpoint._save import async_save
-from torchrelay.checkpoint._storage import Path, split, text_of
 from torchrelay.checkpoint._types import check_count
-from torchrelay.checkpoint._written import assemble
+from torchrelay.checkpoint.engine._background import SaveHandle, Staging, saver
+from torchrelay.checkpoint.engine._engine import described
+from torchrelay.checkpoint.engine._group import Group, group_of
+from torchrelay.checkpoint.engine._written import assemble
+from torchrelay.checkpoint.format._manifest import Head
+from torchrelay.checkpoint.memory._folder import SCHEME, InMemory, MemoryFolder
+from torchrelay.checkpoint.memory._part import FileLayout, PartInfo
+from torchrelay.checkpoint.memory._socket import MemoryClient, job_of
+from torchrelay.checkpoint.plan._plan import Plan
+from torchrelay.checkpoint.storage._catalog import Keep, check_keep, heads_in
+from torchrelay.checkpoint.storage._contract import Path, split, text_of
 from torchrelay.errors import (
     ArgumentError,
     CorruptionError,

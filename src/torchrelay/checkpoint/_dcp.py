@@ -38,28 +38,28 @@ from torchrelay import _torch
 from torchrelay._boxes import Box
 from torchrelay._names import names_options
 from torchrelay._progress import Progress, tracking
-from torchrelay.checkpoint._catalog import Keep, check_keep
-from torchrelay.checkpoint._engine import MAX_STAGING_BYTES, Save, SaveOptions
-from torchrelay.checkpoint._group import check_same
-from torchrelay.checkpoint._plan import Description, PlannedChunk, StateLayout
-from torchrelay.checkpoint._read import (
+from torchrelay.checkpoint._types import Manifest, TensorDescription
+from torchrelay.checkpoint.engine._engine import MAX_STAGING_BYTES, Save, SaveOptions
+from torchrelay.checkpoint.engine._group import check_same
+from torchrelay.checkpoint.engine._read import (
     MAX_BUFFER_BYTES,
     ChunkReader,
     ChunkSlice,
     ReadOptions,
     warn_without_checksums,
 )
-from torchrelay.checkpoint._state import Index, leaf_path
-from torchrelay.checkpoint._storage import Path, split, text_of
-from torchrelay.checkpoint._tensors import (
+from torchrelay.checkpoint.format._values import decode, encode
+from torchrelay.checkpoint.plan._plan import Description, PlannedChunk, StateLayout
+from torchrelay.checkpoint.state._state import Index, leaf_path
+from torchrelay.checkpoint.state._tensors import (
     check_memory,
     check_target,
     data_of,
     dtype_of,
     memory_of,
 )
-from torchrelay.checkpoint._types import Manifest, TensorDescription
-from torchrelay.checkpoint._values import decode, encode
+from torchrelay.checkpoint.storage._catalog import Keep, check_keep
+from torchrelay.checkpoint.storage._contract import Path, split, text_of
 from torchrelay.errors import ArgumentError, MismatchError, UnsupportedError
 
 __all__ = ["Reader", "Writer"]

@@ -14,12 +14,8 @@ import torch
 from torchrelay import _telemetry
 from torchrelay._names import names_options
 from torchrelay._progress import Progress, tracking
-from torchrelay.checkpoint._catalog import newest_inside
-from torchrelay.checkpoint._group import Group, check_same, group_of
-from torchrelay.checkpoint._match import LoadPlan, Request, match
-from torchrelay.checkpoint._part_plan import PartPlan
-from torchrelay.checkpoint._parts import ModulePart, parts_of_state
-from torchrelay.checkpoint._read import (
+from torchrelay.checkpoint.engine._group import Group, check_same, group_of
+from torchrelay.checkpoint.engine._read import (
     MAX_BUFFER_BYTES,
     ChunkReader,
     ChunkSlice,
@@ -27,9 +23,13 @@ from torchrelay.checkpoint._read import (
     deal_blocks,
     warn_without_checksums,
 )
-from torchrelay.checkpoint._snapshots import converted
-from torchrelay.checkpoint._state import put
-from torchrelay.checkpoint._storage import Path, text_of
+from torchrelay.checkpoint.format._snapshots import converted
+from torchrelay.checkpoint.plan._match import LoadPlan, Request, match
+from torchrelay.checkpoint.plan._part_plan import PartPlan
+from torchrelay.checkpoint.state._parts import ModulePart, parts_of_state
+from torchrelay.checkpoint.state._state import put
+from torchrelay.checkpoint.storage._catalog import newest_inside
+from torchrelay.checkpoint.storage._contract import Path, text_of
 from torchrelay.deferred import is_deferred, materialize_module
 from torchrelay.deferred._shards import Shard as DeferredShard
 from torchrelay.errors import (

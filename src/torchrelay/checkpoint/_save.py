@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any
 from torchrelay import _telemetry, config
 from torchrelay._names import names_options
 from torchrelay._progress import Progress, tracking
-from torchrelay.checkpoint._background import SaveHandle, saver
-from torchrelay.checkpoint._catalog import Keep
-from torchrelay.checkpoint._engine import MAX_STAGING_BYTES, Save, SaveOptions
-from torchrelay.checkpoint._export import Layout, exported, layout_of
-from torchrelay.checkpoint._group import Group, group_of
-from torchrelay.checkpoint._storage import Path, storage_errors, text_of
-from torchrelay.checkpoint._tensors import data_of
-from torchrelay.checkpoint._writer_process import WriteJob
-from torchrelay.checkpoint._written import Written
+from torchrelay.checkpoint.engine._background import SaveHandle, saver
+from torchrelay.checkpoint.engine._engine import MAX_STAGING_BYTES, Save, SaveOptions
+from torchrelay.checkpoint.engine._group import Group, group_of
+from torchrelay.checkpoint.engine._writer_process import WriteJob
+from torchrelay.checkpoint.engine._written import Written
+from torchrelay.checkpoint.plan._export import Layout, exported, layout_of
+from torchrelay.checkpoint.state._tensors import data_of
+from torchrelay.checkpoint.storage._catalog import Keep
+from torchrelay.checkpoint.storage._contract import Path, storage_errors, text_of
 from torchrelay.errors import ArgumentError
 
 if TYPE_CHECKING:

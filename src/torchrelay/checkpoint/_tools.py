@@ -17,16 +17,16 @@ import numpy as np
 import torch
 
 from torchrelay._boxes import Box
-from torchrelay.checkpoint._manifest import PARSING_ERRORS, Parser, parse
-from torchrelay.checkpoint._output import grouped
-from torchrelay.checkpoint._pickles import load_pickled
-from torchrelay.checkpoint._read import ChunkReader, ChunkSlice, ReadOptions, segments_of
 from torchrelay.checkpoint._save import save
-from torchrelay.checkpoint._state import Index, flatten, insert, key_of, leaf_path, put
-from torchrelay.checkpoint._storage import storage_errors
-from torchrelay.checkpoint._tensors import dtype_of
 from torchrelay.checkpoint._types import INDEX
-from torchrelay.checkpoint._values import Encoded, decode, encode
+from torchrelay.checkpoint.engine._output import grouped
+from torchrelay.checkpoint.engine._read import ChunkReader, ChunkSlice, ReadOptions, segments_of
+from torchrelay.checkpoint.format._manifest import PARSING_ERRORS, Parser, parse
+from torchrelay.checkpoint.format._pickles import load_pickled
+from torchrelay.checkpoint.format._values import Encoded, decode, encode
+from torchrelay.checkpoint.state._state import Index, flatten, insert, key_of, leaf_path, put
+from torchrelay.checkpoint.state._tensors import dtype_of
+from torchrelay.checkpoint.storage._contract import storage_errors
 from torchrelay.errors import (
     ArgumentError,
     CorruptionError,

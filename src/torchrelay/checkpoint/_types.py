@@ -212,7 +212,7 @@ class FileChunks:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint holds. ``objects`` are the encoded values (see :mod:`._values`).
+    """What a checkpoint holds. ``objects`` are the encoded values (see :mod:`.format._values`).
 
     ``paths`` gives, for each key of a nested state, what leads to it: keys of dictionaries (other
     than strings as tuples of one encoded value), and indices of lists. A key that is in neither

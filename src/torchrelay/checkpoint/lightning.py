@@ -9,8 +9,8 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch.utils._pytree import tree_map_only
 
 from torchrelay.checkpoint._save import save
-from torchrelay.checkpoint._storage import Path, text_of
 from torchrelay.checkpoint._tools import read_state
+from torchrelay.checkpoint.storage._contract import Path, text_of
 from torchrelay.errors import ArgumentError
 
 __all__ = ["CheckpointIO"]

@@ -46,7 +46,7 @@ def ls(
     as_json: bool = typer.Option(False, "--json", help="Print JSON instead of a table."),
 ) -> None:
     """List the checkpoints in a folder, oldest first, and which of them load() reads."""
-    from torchrelay.checkpoint._catalog import latest, listing  # noqa: PLC0415 - see inspect
+    from torchrelay.checkpoint.storage._catalog import latest, listing  # noqa: PLC0415 - see inspect
 
     found = listing(path)
     if as_json:
@@ -70,7 +70,7 @@ def inspect(
     as_json: bool = typer.Option(False, "--json", help="Print JSON instead of a table."),
 ) -> None:
     """List the tensors and values of a checkpoint, reading its manifest only."""
-    from torchrelay.checkpoint._foreign import open_checkpoint  # noqa: PLC0415 - the command starts without it
+    from torchrelay.checkpoint.format._foreign import open_checkpoint  # noqa: PLC0415 - the command starts without it
 
     folder, read = open_checkpoint(path)
     with closing(folder):
@@ -164,8 +164,8 @@ app.add_typer(memory, name="memory")
 @memory.command("ls")
 def list_memory() -> None:
     """List the jobs of this user that keep checkpoints in this host's memory, and when it ends."""
-    from torchrelay.checkpoint._memory import SCHEME, MemoryFolder  # noqa: PLC0415 - see inspect
-    from torchrelay.checkpoint._memory_socket import folder_of, jobs, remove_dead  # noqa: PLC0415
+    from torchrelay.checkpoint.memory._folder import SCHEME, MemoryFolder  # noqa: PLC0415 - see inspect
+    from torchrelay.checkpoint.memory._socket import folder_of, jobs, remove_dead  # noqa: PLC0415
 
     table = Table("checkpoint", "parts here", "parts missing", "bytes here", "ends")
     for job in jobs():
@@ -189,8 +189,8 @@ def list_memory() -> None:
 @memory.command()
 def drop(path: str = typer.Argument(help="The path that the job saves to, or its URL.")) -> None:
     """Release what a job has in this host's memory, once no trainer runs."""
-    from torchrelay.checkpoint._memory import SCHEME, MemoryFolder  # noqa: PLC0415 - see inspect
-    from torchrelay.checkpoint._memory_socket import job_of  # noqa: PLC0415
+    from torchrelay.checkpoint.memory._folder import SCHEME, MemoryFolder  # noqa: PLC0415 - see inspect
+    from torchrelay.checkpoint.memory._socket import job_of  # noqa: PLC0415
 
     url = path if path.startswith(SCHEME) else SCHEME + job_of(path)
     with closing(MemoryFolder(url)) as folder:

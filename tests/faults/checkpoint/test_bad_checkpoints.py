@@ -22,12 +22,12 @@ import torch
 
 from torchrelay import errors
 from torchrelay.checkpoint import Reader, Writer, latest, load, save, verify
-from torchrelay.checkpoint._catalog import open_transaction
-from torchrelay.checkpoint._engine import described
-from torchrelay.checkpoint._local import LocalTransaction
-from torchrelay.checkpoint._manifest import Parser, parse
 from torchrelay.checkpoint._tools import read_state
 from torchrelay.checkpoint._types import DataFile
+from torchrelay.checkpoint.engine._engine import described
+from torchrelay.checkpoint.format._manifest import Parser, parse
+from torchrelay.checkpoint.storage._catalog import open_transaction
+from torchrelay.checkpoint.storage._local import LocalTransaction
 from torchrelay.deferred import deferred_init, is_deferred
 from torchrelay.errors import (
     ArgumentError,
@@ -193,7 +193,9 @@ def test_a_lock_that_is_held_for_a_moment_is_waited_for(
     """As by the clean-up of a save beside it."""
     other = open_transaction(tmp_path / "x", fsync=False)
     other.begin()
-    monkeypatch.setattr("torchrelay.checkpoint._local.time.sleep", lambda _: other.discard())
+    monkeypatch.setattr(
+        "torchrelay.checkpoint.storage._local.time.sleep", lambda _: other.discard()
+    )
     save({"a": 1}, tmp_path / "x", fsync=False)
     assert os.listdir(tmp_path) == ["x"]
 
@@ -246,7 +248,7 @@ def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             return real_open("/dev/full", os.O_WRONLY)
         return real_open(path, flags, mode, **kwargs)
 
-    monkeypatch.setattr("torchrelay.checkpoint._local.os.open", full)
+    monkeypatch.setattr("torchrelay.checkpoint.storage._local.os.open", full)
     with pytest.raises(
         StorageError, match=r"writing .*data-00000-00000.safetensors.*No space"
     ) as caught:
@@ -271,7 +273,7 @@ def test_a_manifest_that_cannot_be_written_leaves_no_file_open(
 
     gc.collect()  # readers of other tests, which close their files then
     opened = len(os.listdir("/proc/self/fd"))
-    monkeypatch.setattr("torchrelay.checkpoint._local.os.pwrite", full)
+    monkeypatch.setattr("torchrelay.checkpoint.storage._local.os.pwrite", full)
     with pytest.raises(StorageError, match=r"manifest.json at byte 0: No space.*free some space"):
         save({"t": torch.zeros(10)}, tmp_path / "step")
     assert len(os.listdir("/proc/self/fd")) == opened

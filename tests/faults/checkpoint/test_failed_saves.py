@@ -26,7 +26,7 @@ from faulty_writer import fail_in
 from s3 import s3_bucket
 from torchrelay import _helper, _telemetry
 from torchrelay.checkpoint import SaveHandle, async_save, latest, load, save, verify
-from torchrelay.checkpoint._background import saver
+from torchrelay.checkpoint.engine._background import saver
 from torchrelay.errors import PeerLostError, StorageError, TorchRelayError
 from waiting import eventually
 

@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from torchrelay.checkpoint import Keep, Writer, async_save, latest, load, save, verify
-from torchrelay.checkpoint._background import saver as writer_state
-from torchrelay.checkpoint._catalog import open_transaction, retain
-from torchrelay.checkpoint._local import LocalTransaction
-from torchrelay.checkpoint._read import ChunkReader
+from torchrelay.checkpoint.engine._background import saver as writer_state
+from torchrelay.checkpoint.engine._read import ChunkReader
+from torchrelay.checkpoint.storage._catalog import open_transaction, retain
+from torchrelay.checkpoint.storage._local import LocalTransaction
 from torchrelay.errors import ArgumentError, StorageError
 
 DATA = "data-00000-00000.safetensors"

@@ -29,8 +29,8 @@ from torchrelay.checkpoint import (
     save,
     verify,
 )
-from torchrelay.checkpoint._background import Staging
-from torchrelay.checkpoint._catalog import Keep, retain
+from torchrelay.checkpoint.engine._background import Staging
+from torchrelay.checkpoint.storage._catalog import Keep, retain
 from torchrelay.errors import PeerLostError
 from torchrelay.world import World
 

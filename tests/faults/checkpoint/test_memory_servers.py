@@ -22,12 +22,12 @@ from typer.testing import CliRunner
 from memory_jobs import end_servers, server_pid
 from torchrelay import _telemetry
 from torchrelay.checkpoint import Checkpointer, load, save, verify
-from torchrelay.checkpoint._background import saver
-from torchrelay.checkpoint._manifest import Head
-from torchrelay.checkpoint._memory import SCHEME
-from torchrelay.checkpoint._memory_part import manifest_of
-from torchrelay.checkpoint._memory_socket import SOCKET, MemoryClient, folder_of, job_of
-from torchrelay.checkpoint._written import assemble
+from torchrelay.checkpoint.engine._background import saver
+from torchrelay.checkpoint.engine._written import assemble
+from torchrelay.checkpoint.format._manifest import Head
+from torchrelay.checkpoint.memory._folder import SCHEME
+from torchrelay.checkpoint.memory._part import manifest_of
+from torchrelay.checkpoint.memory._socket import SOCKET, MemoryClient, folder_of, job_of
 from torchrelay.cli import app
 from torchrelay.errors import (
     ArgumentError,
@@ -262,7 +262,7 @@ def test_a_server_that_is_stopped_is_given_up(
     server = server_pid(job.path)
     os.kill(server, signal.SIGSTOP)
     with monkeypatch.context() as short:
-        short.setattr("torchrelay.checkpoint._memory_socket._TIMEOUT_S", 0.2)
+        short.setattr("torchrelay.checkpoint.memory._socket._TIMEOUT_S", 0.2)
         with pytest.raises(PeerLostError, match=r"has not answered for 0\.2 s"):
             _saved(job, 2)
     os.kill(server, signal.SIGCONT)
@@ -297,7 +297,7 @@ def test_a_server_that_cannot_start_is_reported(
     ):
         with monkeypatch.context() as context:
             command = [sys.executable, "-c", code]
-            home = "torchrelay.checkpoint._memory_socket"
+            home = "torchrelay.checkpoint.memory._socket"
             context.setattr(f"{home}.module_command", lambda _, command=command: command)
             context.setattr(f"{home}._TIMEOUT_S", 0.2 if "sleep" in code else 60.0)
             with pytest.raises(UnavailableError, match=f"cannot be started: .*{said}"):

@@ -22,8 +22,8 @@ import torch
 
 from torchrelay._helper import Channel
 from torchrelay.checkpoint import Keep, async_save, latest, load, save, verify
-from torchrelay.checkpoint._background import saver
-from torchrelay.checkpoint._catalog import listing
+from torchrelay.checkpoint.engine._background import saver
+from torchrelay.checkpoint.storage._catalog import listing
 from torchrelay.errors import (
     ArgumentError,
     ConfigError,
@@ -338,7 +338,7 @@ def test_a_thread_that_waits_does_not_hold_up_another(
 
 
 def test_the_writer_process_imports_no_torch() -> None:
-    code = "import sys, torchrelay.checkpoint._writer_process; print('torch' in sys.modules)"
+    code = "import sys, torchrelay.checkpoint.engine._writer_process; print('torch' in sys.modules)"
     found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert found.stdout.strip() == "False"
 

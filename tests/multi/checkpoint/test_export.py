@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from torchrelay.checkpoint import HuggingFace, async_save, load, save, verify
-from torchrelay.checkpoint._background import saver
 from torchrelay.checkpoint._tools import read_state
+from torchrelay.checkpoint.engine._background import saver
 from torchrelay.errors import ArgumentError, MismatchError, UnsupportedError
 from torchrelay.world import World
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from torchrelay.checkpoint import async_save, load, save, verify
-from torchrelay.checkpoint._background import saver as _async_state
+from torchrelay.checkpoint.engine._background import saver as _async_state
 from torchrelay.errors import MismatchError
 from torchrelay.world import World
 

@@ -84,7 +84,7 @@ def test_groups_and_failing_ranks(
                 return real_open("/dev/full", os.O_WRONLY)
             return real_open(path, flags, mode, **kwargs)
 
-        monkeypatch.setattr("torchrelay.checkpoint._local.os.open", full)
+        monkeypatch.setattr("torchrelay.checkpoint.storage._local.os.open", full)
     with pytest.raises(StorageError, match="No space") as caught:
         save({"w": _rows(2.0)}, tmp_path / "good")
     assert str(caught.value).count("rank ") == (world.rank == 0)  # its own error, or whose it is
@@ -266,7 +266,7 @@ def test_options_of_dcps_state_dicts(tmp_path: Path, world: World) -> None:
 def test_a_plan_is_for_the_ranks_that_agreed_on_it(tmp_path: Path, world: World) -> None:
     """What one rank alone adds is saved, and what it alone drops is written by the other."""
     from torchrelay.checkpoint import async_save, load, save
-    from torchrelay.checkpoint._background import saver
+    from torchrelay.checkpoint.engine._background import saver
 
     _start(world)
     state = {f"w{i}": torch.full((10,), float(i)) for i in range(4)}
@@ -325,8 +325,9 @@ def test_all_ranks_read_the_same_checkpoint(
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
 
-    from torchrelay.checkpoint import Reader, _read, load, save
-    from torchrelay.checkpoint._foreign import open_checkpoint
+    from torchrelay.checkpoint import Reader, load, save
+    from torchrelay.checkpoint.engine import _read
+    from torchrelay.checkpoint.format._foreign import open_checkpoint
 
     _start(world)
 

@@ -140,7 +140,7 @@ def test_recipes_as_printed(tmp_path: Path, run_processes: RunProcesses) -> None
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_examples_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from torchrelay.checkpoint import latest
-    from torchrelay.checkpoint._background import saver
+    from torchrelay.checkpoint.engine._background import saver
 
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}

@@ -13,10 +13,10 @@ import torch
 
 from s3 import s3_bucket
 from torchrelay.checkpoint import async_save, latest, load, save, verify
-from torchrelay.checkpoint._background import saver
-from torchrelay.checkpoint._catalog import open_transaction
-from torchrelay.checkpoint._engine import Save, SaveOptions
-from torchrelay.checkpoint._remote import RemoteTransaction, _RemoteSink
+from torchrelay.checkpoint.engine._background import saver
+from torchrelay.checkpoint.engine._engine import Save, SaveOptions
+from torchrelay.checkpoint.storage._catalog import open_transaction
+from torchrelay.checkpoint.storage._remote import RemoteTransaction, _RemoteSink
 from torchrelay.errors import CorruptionError, StorageError
 from torchrelay.world import World
 

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchrelay._boxes import Box, contiguous_runs, intersection, tiling_fault
-from torchrelay.checkpoint._plan import PlannedChunk, deal
-from torchrelay.checkpoint._read import (
+from torchrelay.checkpoint._types import DTYPES, Chunk, TensorEntry
+from torchrelay.checkpoint.engine._read import (
     ChunkSlice,
     _parts,
     _pieces,
@@ -23,7 +23,7 @@ from torchrelay.checkpoint._read import (
     deal_blocks,
     segments_of,
 )
-from torchrelay.checkpoint._types import DTYPES, Chunk, TensorEntry
+from torchrelay.checkpoint.plan._plan import PlannedChunk, deal
 
 _property = settings(max_examples=60, deadline=None, derandomize=True, database=None)
 

@@ -14,7 +14,9 @@ import torch
 from typer.testing import CliRunner
 
 from torchrelay import _native
-from torchrelay.checkpoint import Reader, _catalog, _manifest, latest, load, save, verify
+from torchrelay.checkpoint import Reader, latest, load, save, verify
+from torchrelay.checkpoint.format import _manifest
+from torchrelay.checkpoint.storage import _catalog
 from torchrelay.cli import app
 from torchrelay.errors import ArgumentError, StorageError, UnsupportedError
 
@@ -55,7 +57,7 @@ def test_what_another_process_commits_meanwhile_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _save(tmp_path, "step-1", "step-2")
-    asked, now = "torchrelay.checkpoint._engine.commit_time_ns", _catalog.commit_time_ns
+    asked, now = "torchrelay.checkpoint.engine._engine.commit_time_ns", _catalog.commit_time_ns
 
     def meanwhile(heads: dict[str, _manifest.Head]) -> int:  # of the folder as it was listed
         monkeypatch.setattr(asked, now)

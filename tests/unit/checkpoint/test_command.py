@@ -14,8 +14,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 from typer.testing import CliRunner
 
 from torchrelay.checkpoint import load, save
-from torchrelay.checkpoint._state import flatten
 from torchrelay.checkpoint._tools import read_state
+from torchrelay.checkpoint.state._state import flatten
 from torchrelay.cli import app
 from torchrelay.errors import ArgumentError, CorruptionError, StorageError
 

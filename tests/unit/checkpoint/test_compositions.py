@@ -15,7 +15,7 @@ import torch
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from torchrelay.checkpoint import Reader, Writer, async_save, load, save
-from torchrelay.checkpoint._background import saver
+from torchrelay.checkpoint.engine._background import saver
 from torchrelay.errors import ArgumentError
 
 

@@ -24,9 +24,9 @@ import torch
 
 from torchrelay import _native
 from torchrelay.checkpoint import Reader, latest, load, save, verify
-from torchrelay.checkpoint._engine import Save, SaveOptions
-from torchrelay.checkpoint._local import LocalFolder
 from torchrelay.checkpoint._types import DTYPES
+from torchrelay.checkpoint.engine._engine import Save, SaveOptions
+from torchrelay.checkpoint.storage._local import LocalFolder
 from torchrelay.deferred import deferred_init, is_deferred
 from torchrelay.errors import ArgumentError, CorruptionError, MismatchError, StorageError
 
@@ -98,7 +98,7 @@ def test_many_small_tensors_share_reads_and_writes(
             calls.append(name)
             return transfer(*arguments)
 
-        monkeypatch.setattr(f"torchrelay.checkpoint._local.os.{name}", counted)
+        monkeypatch.setattr(f"torchrelay.checkpoint.storage._local.os.{name}", counted)
 
     count("pwrite")
     count("preadv")
@@ -210,7 +210,7 @@ def test_a_slice_reads_its_own_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize(
     ("name", "limit_bytes"),
-    [("_manifest.MAX_MANIFEST_BYTES", 1000), ("_written.MAX_HEADER_BYTES", 2000)],
+    [("format._manifest.MAX_MANIFEST_BYTES", 1000), ("engine._written.MAX_HEADER_BYTES", 2000)],
 )
 def test_what_no_reader_would_take_is_not_committed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, limit_bytes: int
@@ -224,7 +224,7 @@ def test_what_no_reader_would_take_is_not_committed(
 
 
 def test_a_file_has_so_many_chunks_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchrelay.checkpoint._engine._MAX_FILE_CHUNKS", 30, raising=False)
+    monkeypatch.setattr("torchrelay.checkpoint.engine._engine._MAX_FILE_CHUNKS", 30, raising=False)
     state = {f"w{i}": torch.full((2,), float(i)) for i in range(100)}
     save(state, tmp_path / "x", fsync=False)
     assert len(os.listdir(tmp_path / "x")) == 4 + 1
@@ -236,7 +236,7 @@ def test_a_file_has_so_many_chunks_only(tmp_path: Path, monkeypatch: pytest.Monk
 def test_more_files_than_a_process_may_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("torchrelay.checkpoint._local._MAX_OPEN_FILES", 5, raising=False)
+    monkeypatch.setattr("torchrelay.checkpoint.storage._local._MAX_OPEN_FILES", 5, raising=False)
     gc.collect()  # readers of other tests, which close their files then
     opened = [int(name) for name in os.listdir("/proc/self/fd")]
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -16,8 +16,8 @@ import torch
 
 from torchrelay._boxes import Box
 from torchrelay.checkpoint import load, save
-from torchrelay.checkpoint._quantized import Scales
 from torchrelay.checkpoint._types import DTYPES, TensorEntry
+from torchrelay.checkpoint.format._quantized import Scales
 from torchrelay.errors import MismatchError
 
 WEIGHTS = [

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from torchrelay.checkpoint._background import Staging
+from torchrelay.checkpoint.engine._background import Staging
 
 
 class _Runtime:

@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch.testing._internal.two_tensor import TwoTensor
 
 from torchrelay.checkpoint import Reader, Writer, async_save, load, save
-from torchrelay.checkpoint._background import saver
+from torchrelay.checkpoint.engine._background import saver
 from torchrelay.deferred import deferred_init, fake, is_deferred
 from torchrelay.errors import (
     ArgumentError,

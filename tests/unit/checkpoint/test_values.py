@@ -33,7 +33,7 @@ from typer.testing import CliRunner
 
 from torchrelay.checkpoint import Reader, Writer, async_save, load, save
 from torchrelay.checkpoint._tools import read_state
-from torchrelay.checkpoint._values import MAX_VALUE_BYTES, decode, encode
+from torchrelay.checkpoint.format._values import MAX_VALUE_BYTES, decode, encode
 from torchrelay.cli import app
 from torchrelay.errors import ArgumentError, CorruptionError, MismatchError, UnsupportedError
 

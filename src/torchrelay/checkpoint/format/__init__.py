@@ -1,0 +1,3 @@
+"""What lies in a checkpoint, ours or of others: manifests, headers, values."""
+
+__all__: list[str] = []
