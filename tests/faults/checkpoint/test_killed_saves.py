@@ -20,15 +20,8 @@ import pytest
 import torch
 
 from torchrelay import _helper
-from torchrelay.checkpoint import (
-    _background,
-    _writer_process,
-    async_save,
-    latest,
-    load,
-    save,
-    verify,
-)
+from torchrelay.checkpoint import async_save, latest, load, save, verify
+from torchrelay.checkpoint.engine import _background, _writer_process
 from torchrelay.checkpoint.engine._background import Staging
 from torchrelay.checkpoint.storage._catalog import Keep, retain
 from torchrelay.errors import PeerLostError
