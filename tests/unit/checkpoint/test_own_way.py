@@ -8,6 +8,7 @@ import copy
 import io
 import os
 import random
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -132,9 +133,38 @@ class _Remembering(torch.nn.Linear):
         self.history = state
 
 
+class _Observed(torch.ao.quantization.PerChannelMinMaxObserver):
+    """Of torch: its buffers have the shape of what it has seen, which its loading gives them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        if torch.initial_seed() == 0:
+            self(torch.rand(4, 5))
+
+
+class _Lazy(torch.nn.LazyLinear):
+    """Of torch: has no shape before the first call, or before it is loaded."""
+
+    def __init__(self) -> None:
+        super().__init__(3)
+        if torch.initial_seed() == 0:
+            self(torch.rand(1, 2))
+
+
+class _Normed(torch.nn.Module):
+    """Had torch's old weight norm when it was saved, whose names the new one's hook converts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        norms = torch.nn.utils.parametrizations.weight_norm, torch.nn.utils.weight_norm
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            self.inner = norms[torch.initial_seed() == 0](torch.nn.Linear(2, 2))
+
+
 MODULES: list[type[torch.nn.Module]] = [
     _Scaled, _Fused, _Renamed, _Inner, _Blending, _Reset, _Remembering, torch.nn.LSTM,
-    torch.nn.BatchNorm1d,
+    torch.nn.BatchNorm1d, _Observed, _Lazy, _Normed,
 ]  # fmt: skip
 
 
@@ -313,6 +343,17 @@ class _Rare(torch.optim.SGD):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.slow = {index: tensor.clone() for index, tensor in state["slow"].items()}
         super().load_state_dict({name: state[name] for name in ("state", "param_groups")})
+
+
+def test_an_optimizer_of_a_lazy_module(tmp_path: Path) -> None:
+    saved, fresh = torch.nn.LazyLinear(2), torch.nn.LazyLinear(2)
+    saved(torch.ones(1, 3))
+    optimizers = [torch.optim.SGD(one.parameters(), 0.1, momentum=0.9) for one in (saved, fresh)]
+    saved(torch.ones(1, 3)).sum().backward()
+    optimizers[0].step()
+    save({"model": saved, "optimizer": optimizers[0]}, tmp_path / "c")
+    load({"model": fresh, "optimizer": optimizers[1]}, tmp_path / "c")
+    assert str(optimizers[1].state_dict()) == str(optimizers[0].state_dict())
 
 
 def test_entries_of_an_optimizer_that_appear_later(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from torchrelay import _torch
 from torchrelay.checkpoint._types import TensorEntry
@@ -60,7 +61,8 @@ class PartPlan:
         fresh = self.part.leaves[name].value if name in self.part.leaves else None
         dtype: torch.dtype = getattr(torch, entry.dtype.name)
         if isinstance(fresh, torch.Tensor):
-            if (tuple(fresh.shape), fresh.dtype) != (entry.shape, dtype):
+            is_other = is_lazy(fresh) or (tuple(fresh.shape), fresh.dtype) != (entry.shape, dtype)
+            if is_other:
                 self.memory[name] = torch.empty(entry.shape, dtype=dtype, device=fresh.device)
             elif self.part.is_own(name):
                 self.memory[name] = _blank(fresh)
@@ -142,7 +144,7 @@ def _blank_of(
             f"{key}: the parameter of the optimizer is deferred; load the module first, then make "
             "and load the optimizer"
         )
-    if like is None or not shape:
+    if like is None or not shape or is_lazy(like):
         return torch.empty(shape, dtype=dtype, device="cpu")  # load_state_dict() moves it
     with torch.no_grad():
         if shape == tuple(like.shape) and not is_part:

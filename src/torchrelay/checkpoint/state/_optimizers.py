@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from torchrelay.checkpoint._types import Manifest
 from torchrelay.checkpoint.state._parts import OptimizerPart
@@ -106,7 +107,7 @@ def check_state(
                 f"{len(here)} {what}"
             )
         shape = _saved_shape(manifest, key, path)
-        if section == "state" and isinstance(place, int) and shape:
+        if section == "state" and isinstance(place, int) and shape and not is_lazy(here[place]):
             shapes[path[2:]][place] = shape
     kind = type(part.owner)
     is_like = kind.__module__.startswith("torch.optim") and kind.__name__ not in _OTHER_SHAPES

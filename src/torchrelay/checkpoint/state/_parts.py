@@ -31,11 +31,14 @@ __all__ = ["ModulePart", "OptimizerPart", "Part", "parts_of_state"]
 
 Path = tuple[Any, ...]
 _TRUSTED = ("torch.", "torchrelay.parameters.")  # modules whose loading may be filled in place
+# But those that take other shapes and names than their own: observers, old weight norms, lazy ones.
+_CONVERTING = ("torch.ao.", "torch.nn.utils.", "torch.nn.modules.lazy")
 _EXTRA = "_extra_state"  # ends the name of a module's own value, which may have any form
 
 
 def _is_trusted(*functions: Any) -> bool:
-    return all(str(getattr(one, "__module__", None)).startswith(_TRUSTED) for one in functions)
+    names = [str(getattr(one, "__module__", None)) for one in functions]
+    return all(name.startswith(_TRUSTED) and not name.startswith(_CONVERTING) for name in names)
 
 
 class Part:
