@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator as operators
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -29,6 +29,9 @@ from torchrelay.errors import DeferredError, UnsupportedError
 __all__ = ["enter"]
 
 aten = torch.ops.aten
+
+Handler = Callable[[Any, Operator, tuple[Any, ...], dict[str, Any]], Any]
+_handlers: dict[int, tuple[Handler, Operator]] = {}  # by the ids of operations
 
 
 class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -182,57 +185,91 @@ def _is_fsdp1_with_init(frame: FrameType) -> bool:
     )
 
 
-def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: PLR0911, PLR0912
+def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Execute ``func``: for real without fake arguments, else on shapes, recorded if deferred."""
-    operator = describe(func)
-    if (
-        operator.is_simple
-        and type(args[0]) is DispatchingTensor
-        and args[0]._history.escaped is None
-        and args[0]._region.dtype.is_floating_point
-        and 0 not in args[0]._region.stride  # an expanded one may be refused
-        and not (len(args) > 1 and isinstance(args[1], torch.Tensor))
-    ):
-        if args[0]._region.storage.deferred:
-            record(func, operator, args, kwargs, (args[0]._region,))
-        return args[0]
+    found = _handlers.get(id(func))  # an overload's hash is computed in Python
+    if found is None:
+        operator = describe(func)
+        found = _handlers[id(func)] = _handler_of(operator), operator
+    handler, operator = found
+    result = handler(func, operator, args, kwargs)
+    return _any(func, operator, args, kwargs) if result is NotImplemented else result
+
+
+def _handler_of(operator: Operator) -> Handler:
+    """Return what executes an operation, or returns NotImplemented where :func:`_any` must."""
+    if operator.is_simple:
+        return _simple
     if operator.makes_one or operator.reads_number:
-        result = ahead(func, operator, args, kwargs)
-        if result is not NotImplemented:
-            return result
-    if func is aten.detach.default and isinstance(args[0], FakeTensor):
-        alias = fake_from_region(args[0]._region, args[0]._history)
-        if type(args[0]) is not DispatchingTensor:
-            alias.__class__ = type(args[0])
-        return alias
+        return ahead
+    return _BY_NAME.get(operator.name, _decompose if operator.composite else _any)
+
+
+def _simple(func: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    fake = args[0]
     if (
-        func is aten.new_empty.default
-        and not isinstance(args[0], FakeTensor)
-        and _torch.is_copying()
+        type(fake) is not DispatchingTensor
+        or fake._history.escaped is not None
+        or not fake._region.dtype.is_floating_point
+        or 0 in fake._region.stride  # an expanded one may be refused
+        or (len(args) > 1 and isinstance(args[1], torch.Tensor))
     ):
-        return for_real(func, operator, args, kwargs)  # copies of real tensors are real
-    if operator.name in made.FACTORIES:
-        fake = made.factory(func, operator, args, kwargs)
-        if fake is not None:
-            return fake
-    if operator.composite:
-        return func.decompose(*args, **kwargs)
+        return NotImplemented
+    if fake._region.storage.deferred:
+        record(func, operator, args, kwargs, (fake._region,))
+    return fake
+
+
+def _detach(func: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    fake = args[0]
+    if not isinstance(fake, FakeTensor):
+        return NotImplemented
+    alias = fake_from_region(fake._region, fake._history)
+    if type(fake) is not DispatchingTensor:
+        alias.__class__ = type(fake)
+    return alias
+
+
+def _new_empty(func: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if isinstance(args[0], FakeTensor) or not _torch.is_copying():
+        return NotImplemented
+    return for_real(func, operator, args, kwargs)  # copies of real tensors are real
+
+
+def _decompose(func: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return func.decompose(*args, **kwargs)
+
+
+def _lift(func: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    session = sessions.current()
+    if session is None or isinstance(args[0], FakeTensor):
+        return NotImplemented
+    if session.is_over_memory(args[0]):
+        return args[0]
+    return made.constant_fake(args[0], session.deferred)
+
+
+def _any(func: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     fakes = made.fakes_in(*args, kwargs)
     if any(fake._history.escaped is not None for fake in fakes):
         real = _through(func, operator, args, kwargs)
         if real is not NotImplemented:
             return real
-    session = sessions.current()
-    if operator.name in ("aten::lift_fresh", "aten::lift") and session is not None and not fakes:
-        if session.is_over_memory(args[0]):
-            return args[0]
-        return made.constant_fake(args[0], session.deferred)
     if not fakes:
-        device = kwargs.get("device") or torch.device("cpu")
+        session, device = sessions.current(), kwargs.get("device") or torch.device("cpu")
         if session is None or not operator.is_factory or device.type == "meta":
             return for_real(func, operator, args, kwargs)
         made.check_device(device, session)
     return _general(func, operator, args, kwargs, fakes)
+
+
+_BY_NAME: dict[str, Handler] = {
+    **dict.fromkeys(made.FACTORIES, made.factory),
+    "aten::detach": _detach,
+    "aten::new_empty": _new_empty,
+    "aten::lift": _lift,
+    "aten::lift_fresh": _lift,
+}
 
 
 def _through(func: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

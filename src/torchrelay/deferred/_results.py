@@ -201,36 +201,34 @@ FACTORIES = {
 }  # fmt: skip
 
 
-def factory(
-    func: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> FakeTensor | None:
-    """Return the result of a common factory; None for any other operation."""
+def factory(func: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the result of a common factory; NotImplemented for any other call."""
     session = sessions.current()
     is_empty = func is aten.empty.memory_format
     dtype = kwargs.get("dtype") or (
         None if func is aten.full.default else torch.get_default_dtype()
     )
     if session is None or dtype is None or kwargs.get("memory_format") is not None:
-        return None
+        return NotImplemented
     device = kwargs.get("device") or _CPU
     if (
         device.type == "meta"
         or kwargs.get("pin_memory")
         or kwargs.get("layout") not in (None, torch.strided)
     ):
-        return None
+        return NotImplemented
     if device.type != "cpu":
         check_device(device, session)
     size = tuple(args[0])
     if min(size, default=0) < 0:
-        return None
+        return NotImplemented
     if is_empty and size == (0,) and "pin_memory" not in kwargs:
         # Not from Python: torch.asarray(), as safetensors calls it, is about to set it to real
         # memory.
-        return func(*args, **kwargs)  # type: ignore[no-any-return]
+        return func(*args, **kwargs)
     lazy = _torch.lazy_caller() if is_empty else None
     if lazy is not None and size == (0,):
-        return func(*args, **kwargs)  # type: ignore[no-any-return]
+        return func(*args, **kwargs)
     stride, count = _contiguous(size)
     region = Region(Storage(count * dtype.itemsize, device, session.deferred), dtype, size, stride)
     fake = fake_from_region(region, region.storage.history())
