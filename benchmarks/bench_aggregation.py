@@ -34,7 +34,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from report import free_port, table, write
+from report import free_port, parser_of, save, subplots, table, write
 
 IMAGE = Path(__file__).parent.parent / "docs" / "images" / "aggregation.png"
 SIZES = (8, 1 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20, 256 << 20)
@@ -77,10 +77,7 @@ Seconds = dict[str, list[float]]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--smoke", action="store_true", help="one tiny iteration; writes nothing")
+    parser = parser_of(__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--sizes", type=int, nargs="*", default=SIZES, help="of messages, in bytes")
     parser.add_argument("--no-ddp", action="store_true")
@@ -467,12 +464,7 @@ def micro(seconds: float) -> str:
 
 def plot(results: dict[int, dict[str, Any]]) -> None:
     """Bandwidth over message size, a panel for each number of ranks."""
-    import matplotlib as mpl  # noqa: PLC0415
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt  # noqa: PLC0415
-
-    figure, panels = plt.subplots(
+    figure, panels = subplots(
         1, len(results), figsize=(5.5 * len(results), 3.8), sharey=True, squeeze=False
     )
     for panel, (ranks, result) in zip(panels[0], results.items(), strict=True):
@@ -487,9 +479,7 @@ def plot(results: dict[int, dict[str, Any]]) -> None:
         panel.grid(alpha=0.3)
     panels[0][0].set_ylabel("message bytes / time (GB/s)")
     panels[0][0].legend()
-    figure.tight_layout()
-    IMAGE.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(IMAGE, dpi=120)
+    save(figure, IMAGE)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ what ``save`` left, ``model-`` and ``small-`` cases what theirs left. ``upload``
 
 from __future__ import annotations
 
-import argparse
 import json
 import multiprocessing as mp
 import os
@@ -36,7 +35,7 @@ import torch
 from bench_deferred import MODEL
 from checkpoint_cases import CASES, COLUMNS, LONG_S, TENSORS, Figures, run_rank, total_bytes
 from checkpoint_shard import load_eager, load_shard, save_model
-from report import free_port, gigabytes, table, write
+from report import free_port, gigabytes, parser_of, save, subplots, table, write
 from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -286,12 +285,7 @@ def plot(
     found: dict[str, Figures], plans: dict[int, tuple[Plan, Plan]], tensors: int, image: Path
 ) -> None:
     """Times of each case beside the floor, and planning over the number of ranks."""
-    import matplotlib as mpl  # noqa: PLC0415 - for the main process only
-
-    mpl.use("Agg")
-    from matplotlib import pyplot  # noqa: PLC0415
-
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
+    figure, (left, right) = subplots(1, 2, figsize=(10, 3.6))
     families = {
         "torchrelay": "torchrelay",
         UNVERIFIED: UNVERIFIED,
@@ -334,8 +328,7 @@ def plot(
     right.set_xticklabels(map(str, ranks))
     right.minorticks_off()
     right.legend(frameon=False)
-    image.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(image, dpi=120)
+    save(figure, image)
 
 
 @dataclass(frozen=True)
@@ -453,9 +446,7 @@ PARTS = (*CASES, "shard", "plan")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, "small, one iteration, nothing written")
     parser.add_argument("--size-mb", type=int, default=512, help="of the state, over all ranks")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--model", default=MODEL, help="of bench_deferred.py")
@@ -463,9 +454,6 @@ def main() -> None:
         "--folder", help="where to write, and to keep figures; by default a temporary folder"
     )
     parser.add_argument("--parts", default=",".join(PARTS), help="only these of %(default)s")
-    parser.add_argument(
-        "--smoke", action="store_true", help="small, one iteration, nothing written"
-    )
     options = parser.parse_args()
     parts = options.parts.split(",")
     if not set(parts) <= set(PARTS):

@@ -14,7 +14,6 @@ nvidia-resiliency-ext 0.4.1 refuses tensors that are not on a GPU.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import importlib
 import json
@@ -33,7 +32,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from report import spread, table, write
+from report import parser_of, spread, table, write
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -283,8 +282,7 @@ def _measure(folder: str, size_bytes: int, rounds: int, step_s: float) -> list[s
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--smoke", action="store_true", help="small and short; writes nothing")
+    parser = parser_of(__doc__, "small and short; writes nothing")
     parser.add_argument("--rounds", type=int, default=4)
     arguments = parser.parse_args()
     if reason := namespaces.missing("tc"):

@@ -10,7 +10,6 @@ on real data: the code graph of a quarter of the standard library, and its text.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import os
@@ -26,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from report import table, write
+from report import parser_of, table, write
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -219,11 +218,7 @@ def losses(steps: int, seeds: tuple[int, ...]) -> dict[str, dict[str, list[float
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--smoke", action="store_true", help="few rounds; writes nothing")
-    smoke = parser.parse_args().smoke
+    smoke = parser_of(__doc__, "few rounds; writes nothing").parse_args().smoke
     if reason := namespaces.missing("tc"):
         print(f"bench_compression: skipped, {reason}")
         return

@@ -27,7 +27,18 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from report import free_port, gigabytes, reset_peak, resident_bytes, spread, table, write
+from report import (
+    free_port,
+    gigabytes,
+    parser_of,
+    reset_peak,
+    resident_bytes,
+    save,
+    spread,
+    subplots,
+    table,
+    write,
+)
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import fully_shard
@@ -461,13 +472,8 @@ def plot(
     deferreds: dict[int, list[dict[str, Any]]], eagers: list[dict[str, Any]], model: str
 ) -> None:
     """Time and peak memory over the number of shards, to :data:`IMAGE`."""
-    import matplotlib as mpl  # noqa: PLC0415 - for the main process only
-
-    mpl.use("Agg")
-    from matplotlib import pyplot  # noqa: PLC0415
-
     counts = list(deferreds)
-    figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
+    figure, axes = subplots(1, 2, figsize=(9, 3.4))
     for axis, key, scale, label in (
         (axes[0], "seconds", 1, "time, s"),
         (axes[1], "peak_bytes", 1e9, "peak memory, GB"),
@@ -494,19 +500,13 @@ def plot(
         axis.minorticks_off()
     axes[0].legend(frameon=False)
     figure.suptitle(f"{model}: materializing one shard in a fresh process")
-    IMAGE.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(IMAGE, dpi=120)
+    save(figure, IMAGE)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, "a tiny model, one iteration, nothing written")
     parser.add_argument("--model", choices=MODELS, default=MODEL)
     parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument(
-        "--smoke", action="store_true", help="a tiny model, one iteration, nothing written"
-    )
     parser.add_argument("--work", choices=WORKS, help=argparse.SUPPRESS)
     parser.add_argument("--counts", type=int, nargs="*", help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -10,7 +10,6 @@ all it printed. A run whose test MRR is below what it must reach fails and write
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import os
 import re
@@ -91,11 +90,8 @@ def write(heading: str, text: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = report.parser_of(__doc__, "one epoch, nothing written")
     parser.add_argument("--wn18rr", type=Path, metavar="FOLDER", help="WN18RR's three files")
-    parser.add_argument("--smoke", action="store_true", help="one epoch, nothing written")
     arguments = parser.parse_args()
     if arguments.smoke:
         output, _ = run(["--epochs", "1", "--dim", "8", "--negatives", "64"])

@@ -11,7 +11,6 @@ tokens of each model are compared with those of transformers before anything is 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import itertools
 import multiprocessing
@@ -27,7 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 from hf_models import language_model
-from report import table, write
+from report import parser_of, table, write
 
 from torchrelay.switching import GenerateOptions, ModelStore, Switcher
 
@@ -258,9 +257,7 @@ def report(rows: list[Row], load: Load) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--smoke", action="store_true", help="tiny models, once, nothing written")
-    given = parser.parse_args()
+    given = parser_of(__doc__, "tiny models, once, nothing written").parse_args()
     load = SMOKE if given.smoke else FULL
     rows = run(load)
     for one in rows:

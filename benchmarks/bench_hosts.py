@@ -10,7 +10,6 @@ through a port of its own.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -26,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from report import table, write
+from report import parser_of, save, subplots, table, write
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import namespaces
@@ -187,13 +186,8 @@ def run(case: Case, rounds: int, all_collectives: bool = False) -> dict[str, Any
 
 def plot(found: list[tuple[Case, float, float]], path: Path) -> None:
     """Bars of both backends' times over the floor, where links have a rate."""
-    import matplotlib as mpl  # noqa: PLC0415
-
-    mpl.use("Agg")
-    from matplotlib import pyplot  # noqa: PLC0415
-
     limited = [(case, sml, gloo) for case, sml, gloo in found if case.mbit]
-    figure, axis = pyplot.subplots(figsize=(9, 3.8), layout="constrained")
+    figure, axis = subplots(figsize=(9, 3.8))
     sml_times = [sml / floor_s(case) for case, sml, _ in limited]
     gloo_times = [gloo / floor_s(case) for case, _, gloo in limited]
     for offset, name, heights in ((-0.2, "sml", sml_times), (0.2, "Gloo", gloo_times)):
@@ -203,8 +197,7 @@ def plot(found: list[tuple[Case, float, float]], path: Path) -> None:
     axis.set_xticks(range(len(limited)), names, fontsize=8)
     axis.set(ylabel="time of an all_reduce / floor", title=f"{SIZE_BYTES >> 20} MiB float32")
     axis.legend(frameon=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    save(figure, path)
 
 
 def floor_s(case: Case) -> float:
@@ -213,13 +206,7 @@ def floor_s(case: Case) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--smoke", action="store_true", help="one round, to see that it runs; writes nothing"
-    )
-    smoke = parser.parse_args().smoke
+    smoke = parser_of(__doc__, "one round, to see that it runs; writes nothing").parse_args().smoke
     rounds = 1 if smoke else 5
     if namespaces.missing():
         print(f"bench_hosts: skipped, {namespaces.missing()}")

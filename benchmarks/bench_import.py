@@ -7,7 +7,6 @@ on the machine change the time on the clock.
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import subprocess
@@ -18,7 +17,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from report import table, write
+from report import parser_of, table, write
 
 import torchrelay.aggregation  # noqa: F401 - before the ranks are forked
 
@@ -78,8 +77,7 @@ def start(backend: str, ranks: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--smoke", action="store_true", help="one iteration, nothing written")
+    parser = parser_of(__doc__, "one iteration, nothing written")
     repeats = 1 if parser.parse_args().smoke else 5
     alone: list[float] = []
     beyond: dict[str, list[float]] = {name: [] for name in CASES}

@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 
 import torch
 from mpi_cases import GROUP_RIVALS, Case, cases, group_cases
-from report import table, write
+from report import parser_of, table, write
 
 SIZES = (8, 1 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20)
 # How long one rival is timed in one round, and at least.
@@ -57,10 +57,7 @@ class Row(NamedTuple):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--smoke", action="store_true", help="one tiny iteration; writes nothing")
+    parser = parser_of(__doc__)
     parser.add_argument("--cases", nargs="+", help="names of cases, or how they begin")
     parser.add_argument("--sizes", type=int, nargs="+", help="of messages, in bytes")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)

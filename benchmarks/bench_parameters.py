@@ -12,7 +12,6 @@ bare TCP connection for what is remote.
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import os
 import socket
@@ -25,7 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from report import free_port, write
+from report import free_port, parser_of, write
 from report import table as markdown
 from torch import Tensor, nn
 from torch.distributed import rpc
@@ -382,9 +381,7 @@ def remote_rows(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--smoke", action="store_true", help="one tiny round of everything")
-    options = parser.parse_args()
+    options = parser_of(__doc__, "one tiny round of everything").parse_args()
     rounds, repeats = (1, 2) if options.smoke else (7, 20)
     here = local(rounds, repeats)
     single = on_two_nodes(1, rounds, repeats)

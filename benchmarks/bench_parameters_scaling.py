@@ -11,7 +11,6 @@ it before it is trusted with more nodes. Writes ``results/parameters_scaling.md`
 
 from __future__ import annotations
 
-import argparse
 import sys
 import threading
 import time
@@ -20,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from parameters_model import Counts, Model, Trace
-from report import table, write
+from report import parser_of, save, subplots, table, write
 
 from torchrelay import config
 from torchrelay.demo.triples import Graph
@@ -163,13 +162,8 @@ def text(values: list[float]) -> list[str]:
 def plot(
     simulated: dict[tuple[str, int], list[float]], measured: dict[tuple[str, int], list[float]]
 ) -> None:
-    import matplotlib as mpl  # noqa: PLC0415 - takes long to import, and a smoke run draws nothing
-
-    mpl.use("Agg")
-    from matplotlib import pyplot  # noqa: PLC0415
-
     titles = ("messages a node and step", "kB a node and step", "updates missing in a pulled value")
-    figure, axes = pyplot.subplots(1, 3, figsize=(13, 4), constrained_layout=True)
+    figure, axes = subplots(1, 3, figsize=(13, 4))
     for axis, title, at in zip(axes, titles, (0, 1, 3), strict=True):
         for techniques, colour in zip(
             TECHNIQUES, ("tab:blue", "tab:orange", "tab:green"), strict=True
@@ -185,16 +179,11 @@ def plot(
         axis.minorticks_off()
         axis.set_ylim(bottom=0)
     axes[0].legend()
-    figure.savefig(PLOT, dpi=110)
+    save(figure, PLOT)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--smoke", action="store_true", help="2 and 4 nodes, few steps; writes nothing"
-    )
+    parser = parser_of(__doc__, "2 and 4 nodes, few steps; writes nothing")
     parser.add_argument("--data", type=Path, help="folder with WN18RR; default: the code graph")
     options = parser.parse_args()
     torch.set_num_threads(1)

@@ -10,7 +10,6 @@ same keys; with several processes each looks up keys of its own, and the slowest
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import logging
 import os
@@ -23,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from report import free_port, write
+from report import free_port, parser_of, write
 from report import table as markdown
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -169,8 +168,7 @@ def measure(place: str, steps: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--smoke", action="store_true", help="two steps of everything")
+    parser = parser_of(__doc__, "two steps of everything")
     steps = 2 if parser.parse_args().smoke else 40
     pairs = [("ours, Adam", "SparseAdam"), ("ours, Adagrad", "torchrec")]
     rows = []

@@ -10,7 +10,6 @@ Writes ``results/parameters_wn18rr.md``. Two processes of this machine are the t
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import statistics
@@ -20,7 +19,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from report import table, write
+from report import parser_of, table, write
 
 from torchrelay.demo.code_graph import standard_library_graph
 from torchrelay.demo.triples import SPLITS
@@ -137,12 +136,7 @@ def row(way: str, runs: list[Run]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--smoke", action="store_true", help="one epoch of a tiny model; writes nothing"
-    )
+    parser = parser_of(__doc__, "one epoch of a tiny model; writes nothing")
     parser.add_argument("--data", default="", help="folder with WN18RR; default: the code graph")
     options = parser.parse_args()
     if options.smoke:

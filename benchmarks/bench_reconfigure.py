@@ -9,7 +9,6 @@ out, reconfigure, and sum again; nobody else tells them who is lost. A new proce
 
 from __future__ import annotations
 
-import argparse
 import gc
 import multiprocessing
 import os
@@ -23,7 +22,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
-from report import resident_bytes, table, write
+from report import parser_of, resident_bytes, table, write
 
 from torchrelay._group import Op
 from torchrelay._members import Member
@@ -152,10 +151,9 @@ def milliseconds(values: list[float]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__, "a few of all; writes nothing")
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--reconfigurations", type=int, default=200)
-    parser.add_argument("--smoke", action="store_true", help="a few of all; writes nothing")
     arguments = parser.parse_args()
     kills, reconfigurations = arguments.kills, arguments.reconfigurations
     if arguments.smoke:

@@ -12,7 +12,6 @@ own.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import json
@@ -30,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from report import free_port, table, write
+from report import free_port, parser_of, table, write
 
 from torchrelay.switching import ModelStore, Switcher
 
@@ -371,11 +370,8 @@ Random weights, torch's default number of threads. *batches*: `max_batch_size = 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, "one short turn, nothing written")
     parser.add_argument("--part", choices=["pipe", "http", "bert"], help="print one part only")
-    parser.add_argument("--smoke", action="store_true", help="one short turn, nothing written")
     given = parser.parse_args()
     turns, seconds = (1, 0.2) if given.smoke else (TURNS, TURN_S)
     heads = ["clients", "server", "answers a second", "p50 / p99 ms", "us", "ratio"]

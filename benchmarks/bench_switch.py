@@ -15,7 +15,6 @@ before and after. Every result is checked before it is counted.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import ctypes
 import functools
@@ -33,7 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from report import table, write
+from report import parser_of, save, subplots, table, write
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import namespaces
@@ -454,14 +453,7 @@ def plot(
     path: Path,
 ) -> None:
     """A panel for each table."""
-    import matplotlib as mpl  # noqa: PLC0415
-
-    mpl.use("Agg")
-    from matplotlib import pyplot  # noqa: PLC0415
-
-    figure, ((top, loss_axis), (error, curve)) = pyplot.subplots(
-        2, 2, figsize=(10, 7), layout="constrained"
-    )
+    figure, ((top, loss_axis), (error, curve)) = subplots(2, 2, figsize=(10, 7))
     for name in dict.fromkeys(name for name, _ in fast):
         points = {n: 1e6 / speed.own_us for (one, n), speed in fast.items() if one == name}
         top.plot(points.keys(), points.values(), "o-", label=name)
@@ -484,17 +476,11 @@ def plot(
     for axis in (top, loss_axis, error, curve):
         axis.legend(frameon=False)
         axis.grid(alpha=0.3)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    save(figure, path)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--smoke", action="store_true", help="one tiny iteration; writes nothing")
-    smoke = parser.parse_args().smoke
+    smoke = parser_of(__doc__).parse_args().smoke
     if namespaces.missing():
         print(f"bench_switch: skipped, {namespaces.missing()}")
         return

@@ -37,7 +37,7 @@ from typing import Any
 
 import torch
 from hf_models import NAMES, SMOKE, build, inputs_of
-from report import RESULTS, table, write
+from report import RESULTS, parser_of, save, subplots, table, write
 
 from torchrelay.switching import ModelStore, Switcher
 
@@ -500,9 +500,6 @@ def throughput_table(data: dict[str, Any]) -> str:
 
 def plot(data: dict[str, Any]) -> None:
     """Draw figures 5 to 9 from the same measurements as the tables, those that `data` has."""
-    import matplotlib as mpl  # noqa: PLC0415
-
-    mpl.use("Agg")
     if "requests" in data:
         plot_requests(data["requests"])
     if "throughput" in data:
@@ -512,19 +509,15 @@ def plot(data: dict[str, Any]) -> None:
 
 
 def plot_requests(data: dict[str, Runs]) -> None:
-    from matplotlib import pyplot  # noqa: PLC0415
-
-    figure, axis = pyplot.subplots(figsize=(9, 3.6), layout="constrained")
+    figure, axis = subplots(figsize=(9, 3.6))
     ways = ("ready", "resident", "cold", "load_state_dict", "mmap", "restart")
     bars(axis, data, {way: way for way in ways})
     axis.set(yscale="log", ylabel="time of a request, ms")
-    save(figure, "switching.png")
+    save(figure, IMAGES / "switching.png")
 
 
 def plot_throughput(data: dict[str, Any]) -> None:
-    from matplotlib import pyplot  # noqa: PLC0415
-
-    figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
+    figure, axes = subplots(1, 2, figsize=(9, 3.4))
     for pair, by_cycle in data.items():
         cycles = [float(cycle) for cycle in by_cycle]
         rates = [
@@ -540,13 +533,11 @@ def plot_throughput(data: dict[str, Any]) -> None:
     axes[1].set(ylim=(0, None), xlabel="switch every, s", ylabel="latency, p99, ms")
     for axis in axes:
         axis.legend(frameon=False, fontsize=7)
-    save(figure, "switching-throughput.png")
+    save(figure, IMAGES / "switching-throughput.png")
 
 
 def plot_ablations(links: dict[str, Any], without: dict[str, Runs]) -> None:
-    from matplotlib import pyplot  # noqa: PLC0415
-
-    figure, axes = pyplot.subplots(1, 3, figsize=(13, 3.6), layout="constrained")
+    figure, axes = subplots(1, 3, figsize=(13, 3.6))
     labels = {"best": "best groups", "one": "one group", "layer": "a group a layer"}
     bars(axes[0], links, {"compute": "in place, forward", **labels})
     bars(axes[1], without, {"all": "memory pool", "pool": "allocated for each switch"})
@@ -554,7 +545,7 @@ def plot_ablations(links: dict[str, Any], without: dict[str, Runs]) -> None:
     axes[2].set(yscale="log")
     for axis, title in zip(axes, ("pipelining", "memory", "workers"), strict=True):
         axis.set(ylabel="time of a cold request, ms", title=f"{title}, {LINK_GBPS:g} GB/s")
-    save(figure, "switching-ablations.png")
+    save(figure, IMAGES / "switching-ablations.png")
 
 
 def bars(axis: Any, data: dict[str, Runs], ways: dict[str, str]) -> None:
@@ -566,11 +557,6 @@ def bars(axis: Any, data: dict[str, Runs], ways: dict[str, str]) -> None:
     axis.set_xticks([place + 0.4 for place in range(len(data))])
     axis.set_xticklabels(list(data), rotation=20, fontsize=8)
     axis.legend(frameon=False, ncols=2, fontsize=7)
-
-
-def save(figure: Any, name: str) -> None:
-    IMAGES.mkdir(parents=True, exist_ok=True)
-    figure.savefig(IMAGES / name, dpi=120)
 
 
 def merged(data: dict[str, Any], part: str, new: dict[str, Any]) -> dict[str, Any]:
@@ -586,9 +572,7 @@ def models_of(part: str, given: argparse.Namespace) -> tuple[str, ...]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, "tiny models, one iteration, nothing written")
     parser.add_argument("--part", choices=[*PARTS, "report"], help="default: all")
     parser.add_argument(
         "--models", nargs="+", help=f"default: all; for links and without, {', '.join(PAPER)}"
@@ -597,9 +581,6 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", default="cpu", help="cpu, or cuda on a machine with a GPU")
     parser.add_argument("--data", type=Path, default=ROOT / "build" / "bench_switching.json")
-    parser.add_argument(
-        "--smoke", action="store_true", help="tiny models, one iteration, nothing written"
-    )
     given = parser.parse_args()
     repeats = 1 if given.smoke else given.repeats
     torch.set_num_threads(given.threads)

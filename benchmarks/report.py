@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import gc
 import os
@@ -13,12 +14,37 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from torchrelay import __version__
 
 RESULTS = Path(__file__).parent / "results"
+
+
+def parser_of(about: str | None, smoke: str = "one tiny iteration; writes nothing") -> Any:
+    """A parser with ``--smoke``, whose help is the docstring of a benchmark."""
+    made = argparse.ArgumentParser(
+        description=about, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument("--smoke", action="store_true", help=smoke)
+    return made
+
+
+def subplots(rows: int = 1, columns: int = 1, **options: Any) -> Any:
+    """A figure and its axes, as pyplot's, that no window shows."""
+    import matplotlib as mpl  # noqa: PLC0415 - takes long to import, for the main process only
+
+    mpl.use("Agg")
+    from matplotlib import pyplot  # noqa: PLC0415
+
+    return pyplot.subplots(rows, columns, layout="constrained", **options)
+
+
+def save(figure: Any, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
 
 
 def commit() -> str:

@@ -16,7 +16,6 @@ twice or wait for is, and so is healing. A hang is a minute without a committed 
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import signal
@@ -31,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from report import table, write
+from report import parser_of, table, write
 
 from torchrelay.training import Elastic, ElasticLoader
 
@@ -173,10 +172,9 @@ class Job:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__, "three faults; writes nothing")
     parser.add_argument("--faults", type=int, default=18)
     parser.add_argument("--timeout", type=float, default=1.0, help="timeout_s of the job")
-    parser.add_argument("--smoke", action="store_true", help="three faults; writes nothing")
     arguments = parser.parse_args()
     count = 3 if arguments.smoke else arguments.faults
     random.seed(0)
