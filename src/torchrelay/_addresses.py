@@ -149,12 +149,12 @@ def address_for_peers(
     except OSError as error:
         cause = f"{given}={interface!r}" if interface else f"MASTER_ADDR={server!r}"
         mine["error"] = f"{me}: {cause}: {error}"
-    everyone = gather("networks", mine)
-    _raise_first([each["error"] for each in everyone])
-    if len({each["network"] for each in everyone}) == 1:
+    hosts = gather("networks", mine)
+    _raise_first([each["error"] for each in hosts])
+    if len({each["network"] for each in hosts}) == 1:
         return "127.0.0.1"
     address = mine["address"] or _towards_any(
-        [each["address"] for each in everyone if each["network"] != network and each["address"]]
+        [each["address"] for each in hosts if each["network"] != network and each["address"]]
     )
     problem = None
     if address is None:

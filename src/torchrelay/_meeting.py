@@ -74,7 +74,7 @@ class Meeting(Ranks):
         self.processes: list[Process] = []
         with self._store_errors():
             self._me = self._register()
-            self._settle(timeout_s)
+            self._await_all(timeout_s)
         self.store = dist.PrefixStore(self.attempt, self._whole)
         self._check_jobs()
 
@@ -118,7 +118,7 @@ class Meeting(Ranks):
         self._whole.set(key, json.dumps(asdict(me)))
         return me
 
-    def _settle(self, timeout_s: float) -> None:
+    def _await_all(self, timeout_s: float) -> None:
         """Wait until all ranks have seen the same registrations."""
         keys = [f"rank/{rank}" for rank in range(self.size)]
         awaited = list(keys)

@@ -36,7 +36,7 @@ def main(folder: str, store: str, *moments: str) -> None:
     is_victim = os.environ.get("VICTIM", str(world.rank)) == "1"
     moment = moments[attempt] if is_victim and attempt < len(moments) else ""
     if moment == "registered":
-        Meeting._settle = die  # type: ignore[assignment,method-assign]
+        Meeting._await_all = die  # type: ignore[assignment,method-assign]
     if moment == "joining":
         _native_planes.ShmPlane.__init__ = die  # type: ignore[assignment]
     if store == "torchrun":

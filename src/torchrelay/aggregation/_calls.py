@@ -19,12 +19,12 @@ from torchrelay.errors import ArgumentError
 
 __all__ = [
     "as_lists",
+    "check_one_per_rank",
     "check_rank",
     "check_reduction",
     "check_tag",
     "first_tensor",
     "on_root",
-    "one_a_rank",
     "one_block_a_rank",
     "options_of",
     "reduction_of",
@@ -91,7 +91,7 @@ def same_dtype(tensors: Tensors, operation: str) -> None:
         )
 
 
-def one_a_rank(tensors: Tensors, ranks: int, operation: str, which: str) -> Tensors:
+def check_one_per_rank(tensors: Tensors, ranks: int, operation: str, which: str) -> Tensors:
     """Return the tensors, if there is one for each rank."""
     if len(tensors) != ranks:
         raise ArgumentError(f"{operation}: {len(tensors)} {which} for a group of {ranks} ranks")
@@ -169,7 +169,7 @@ def on_root(
     lists: Sequence[Tensors], is_root: bool, ranks: int, operation: str, which: str
 ) -> Tensors:
     """Return the root's tensors, one for each rank; none elsewhere."""
-    return one_a_rank(lists[0] if lists else [], ranks, operation, which) if is_root else []
+    return check_one_per_rank(lists[0] if lists else [], ranks, operation, which) if is_root else []
 
 
 def first_tensor(arguments: Any) -> torch.Tensor | None:

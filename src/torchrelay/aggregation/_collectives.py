@@ -134,9 +134,9 @@ class Collectives:
         for part in parts:
             facts += [code(part.dtype), part.sparse_dim(), part.dim(), *part.shape]
         mine = torch.tensor([*facts, *(part._nnz() for part in parts)], device="cpu")
-        everyones = [torch.empty_like(mine) for _ in range(self.size)]
-        self._gather(everyones, mine, timeout_s)
-        theirs = [row.tolist() for row in everyones]
+        rows = [torch.empty_like(mine) for _ in range(self.size)]
+        self._gather(rows, mine, timeout_s)
+        theirs = [row.tolist() for row in rows]
         if any(row[: len(facts)] != facts for row in theirs):
             shown = [row[: len(facts)] for row in theirs]
             raise MismatchError(
@@ -206,7 +206,7 @@ class Collectives:
         staging = _Staging()
         for targets, tensor in zip(outputs, inputs, strict=True):
             calls.same_dtype([*targets, tensor], "all_gather")
-            calls.one_a_rank(targets, self.size, "all_gather", "outputs")
+            calls.check_one_per_rank(targets, self.size, "all_gather", "outputs")
             buffers = [staging.output(target) for target in targets]
             staging.add(Kind.all_gather, [staging.input(tensor)], buffers)
         return self._run(staging, opts, [t for targets in outputs for t in targets])
@@ -253,8 +253,8 @@ class Collectives:
 
     def all_to_all(self, outputs: Tensors, inputs: Tensors, opts: Any) -> dist.Work:
         calls.same_dtype([*outputs, *inputs], "all_to_all")
-        calls.one_a_rank(outputs, self.size, "all_to_all", "outputs")
-        calls.one_a_rank(inputs, self.size, "all_to_all", "inputs")
+        calls.check_one_per_rank(outputs, self.size, "all_to_all", "outputs")
+        calls.check_one_per_rank(inputs, self.size, "all_to_all", "inputs")
         staging = _Staging()
         targets = [staging.output(output) for output in outputs]
         staging.add(Kind.all_to_all, [staging.input(block) for block in inputs], targets)

@@ -145,7 +145,7 @@ class Checkpointer:
         place = f"{self.path}/step-{step}"
         with _telemetry.event("checkpoint", "tiered_save", place) as running:
             ranks = group_of(self._group, self._no_dist, for_save=True)
-            self._settle(ranks)
+            self._wait_until_whole(ranks)
             if not self._is_known:
                 self._find(ranks)
             steps = sorted({*ranks.together(lambda: self._checked(step))})
@@ -179,9 +179,9 @@ class Checkpointer:
         def begin() -> tuple[str, int]:
             return secrets.token_hex(8), time.time_ns()
 
-        ids, mine, everyone = saver.planner.begin(state, begin, ranks, saver.raise_failure)
-        plan = saver.planner.plan(mine, everyone, ranks)
-        objects = [each.objects for each in everyone] if ranks.is_coordinator else []
+        ids, mine, descriptions = saver.planner.begin(state, begin, ranks, saver.raise_failure)
+        plan = saver.planner.plan(mine, descriptions, ranks)
+        objects = [each.objects for each in descriptions] if ranks.is_coordinator else []
         places = ranks.size, ranks.rank, ranks.global_rank
         staged: list[PartInfo] = []
 
@@ -213,7 +213,7 @@ class Checkpointer:
             assert layout is not None
             ranks.conclude(  # that the parts of all make a manifest
                 lambda: layout.written(ranks.global_rank),
-                lambda parts: assemble(everyone, parts, Head(0, "", ""))[1],
+                lambda parts: assemble(descriptions, parts, Head(0, "", ""))[1],
             )
         return staged[0]
 
@@ -225,11 +225,11 @@ class Checkpointer:
             TorchRelayError: why it never will be; on every rank.
         """
         ranks = group_of(self._group, self._no_dist)
-        self._settle(ranks)
+        self._wait_until_whole(ranks)
         writing, self._writing = self._writing, None
         ranks.together(lambda: writing and writing.result())
 
-    def _settle(self, ranks: Group) -> None:
+    def _wait_until_whole(self, ranks: Group) -> None:
         """Wait until the last checkpoint is whole in memory on all ranks.
 
         Raises:
@@ -238,7 +238,7 @@ class Checkpointer:
         self._join(ranks)
         timeout_s = config.load(config.Checkpoint).commit_timeout_s
 
-        def settled() -> dict[str, Any] | None:
+        def waited() -> dict[str, Any] | None:
             try:
                 if self._staged is not None and self._client is not None:
                     self._client.ask("wait", self._staged.key, timeout_s, waits_s=timeout_s)
@@ -246,7 +246,7 @@ class Checkpointer:
                 return described(error, ranks.global_rank)
             return None
 
-        failure = next((each for each in ranks.together(settled) if each is not None), None)
+        failure = next((each for each in ranks.together(waited) if each is not None), None)
         staged, self._staged = self._staged, None
         if failure is not None:
             self._leave()  # one may have to be started again
@@ -269,9 +269,9 @@ class Checkpointer:
             return clients[0].server, secrets.token_hex(8), secrets.token_bytes(16)
 
         try:
-            everyone = ranks.together(started)
-            _, attempt, token = everyone[0]
-            servers = [*dict.fromkeys(server for server, *_ in everyone)]
+            answers = ranks.together(started)
+            _, attempt, token = answers[0]
+            servers = [*dict.fromkeys(server for server, *_ in answers)]
             interface = address_for_peers(
                 lambda _, value: ranks.together(lambda: value),
                 f"rank {ranks.global_rank}",
@@ -279,8 +279,8 @@ class Checkpointer:
                 config.load(config.TransportSettings).interface,
             )
             joined = ranks.together(lambda: clients[0].ask("join", attempt, token, interface))
-            addresses = dict(zip((server for server, *_ in everyone), joined, strict=True))
-            mine = servers.index(everyone[ranks.rank][0])
+            addresses = dict(zip((server for server, *_ in answers), joined, strict=True))
+            mine = servers.index(answers[ranks.rank][0])
             others = [addresses[each] for each in servers[mine + 1 :] + servers[:mine]]
             partner = others[0] if self._partner and others else None
             ranks.together(lambda: clients[0].ask("meet", others, partner))
@@ -364,7 +364,7 @@ class Checkpointer:
         """
         ranks = group_of(self._group, self._no_dist)
         with suppress(TorchRelayError):  # logged; older ones are there
-            self._settle(ranks)
+            self._wait_until_whole(ranks)
         self._leave()  # the server may have ended since
         self._join(ranks)
         found, failure = self._find(ranks), None

@@ -95,11 +95,11 @@ def save(
                 return one.write(ranks.global_rank, plan.chunks, data, advance)
 
         with one.discarding(ranks):
-            save_id, mine, everyone = saver.planner.begin(
+            save_id, mine, descriptions = saver.planner.begin(
                 state, one.transaction.begin, ranks, saver.raise_failure
             )
-            plan = saver.planner.plan(mine, everyone, ranks)
-            one.complete(ranks, write, everyone)
+            plan = saver.planner.plan(mine, descriptions, ranks)
+            one.complete(ranks, write, descriptions)
 
 
 @names_options()
@@ -170,16 +170,16 @@ def async_save(
             return commit_timeout_s
 
         with one.discarding(ranks):  # until another process has it
-            save_id, mine, everyone = saver.planner.begin(
+            save_id, mine, descriptions = saver.planner.begin(
                 state, one.transaction.begin, ranks, begin
             )
-            plan = saver.planner.plan(mine, everyone, ranks)
+            plan = saver.planner.plan(mine, descriptions, ranks)
             commit_timeout_s = ranks.together(stage)[ranks.rank]
             if not ranks.is_coordinator:
-                everyone = []
+                descriptions = []
             fds = one.transaction.hand_over() if ranks.is_coordinator else ()
         place = (ranks.ranks, ranks.rank)
-        objects = [description.objects for description in everyone]
+        objects = [description.objects for description in descriptions]
         job = WriteJob(one.path, options, save_id, *place, objects, commit_timeout_s)
         try:
             with storage_errors(f"starting to save {one.path}"):

@@ -46,7 +46,7 @@ from torchrelay.mpi._dtypes import (
     check_tensor,
     is_differentiable,
 )
-from torchrelay.mpi._headers import MAX_NUMBERS, Fields, exchange_values, payload_bytes
+from torchrelay.mpi._headers import MAX_NUMBERS, CallSignature, exchange_values, payload_bytes
 from torchrelay.mpi._inplace import overwrite
 from torchrelay.mpi._memory import (
     Blocks,
@@ -123,7 +123,7 @@ class AlongAxis(Call):
     def in_graph(self, x: Tensor) -> Call | None:
         return self if self.uniform else None
 
-    def fields(self, x: Tensor) -> Fields:
+    def fields(self, x: Tensor) -> CallSignature:
         shape = x.shape if self.uniform else any_length(x, self.axis)
         return (self.name, self.arguments(), x.dtype, shape)
 
@@ -141,7 +141,7 @@ class Replicate(Call):
     def forward(self, x: Tensor) -> Tensor:
         return x.clone()
 
-    def start(self, x: Tensor, numbers: Sequence[Sequence[int]], arrived: bool) -> Started:
+    def start(self, x: Tensor, numbers: Sequence[Sequence[int]], may_block: bool) -> Started:
         return Started([], x.clone)
 
     def adjoint(self, grad: Tensor) -> Plan:
@@ -160,7 +160,7 @@ class Bcast(Call):
     name = "Bcast"
     root: int
 
-    def start(self, x: Tensor, numbers: Sequence[Sequence[int]], arrived: bool) -> Started:
+    def start(self, x: Tensor, numbers: Sequence[Sequence[int]], may_block: bool) -> Started:
         if self.overwrites:
             result = x
         else:
@@ -189,11 +189,12 @@ class Allgather(AlongAxis):
     def numbers(self, x: Tensor) -> Sequence[int]:
         return (x.shape[self.axis],)
 
-    def start(self, x: Tensor, numbers: Sequence[Sequence[int]], arrived: bool) -> Started:
+    def start(self, x: Tensor, numbers: Sequence[Sequence[int]], may_block: bool) -> Started:
         self.lengths = [length for (length,) in numbers]
         layout = parts(tuple(x.shape), tuple(self.lengths), self.axis)
         received = Blocks.empty(x.dtype, layout, x.device)
-        requests = self.comm.transport.move("Allgatherv", x, received, None, layout.total, arrived)
+        move = self.comm.transport.move
+        requests = move("Allgatherv", x, received, None, layout.total, may_block)
         return Started(requests, received.joined, x)
 
     def adjoint(self, grad: Tensor) -> Plan:
@@ -225,12 +226,12 @@ class Gather(AlongAxis):
     def numbers(self, x: Tensor) -> Sequence[int]:
         return (x.shape[self.axis],)
 
-    def start(self, x: Tensor, numbers: Sequence[Sequence[int]], arrived: bool) -> Started:
+    def start(self, x: Tensor, numbers: Sequence[Sequence[int]], may_block: bool) -> Started:
         layout = parts(tuple(x.shape), tuple([length for (length,) in numbers]), self.axis)
         is_root = self.comm.rank == self.root
         received = Blocks.empty(x.dtype, layout, x.device) if is_root else None
         move = self.comm.transport.move
-        requests = move("Gatherv", x, received, self.root, layout.total, arrived)
+        requests = move("Gatherv", x, received, self.root, layout.total, may_block)
         if received is not None:
             return Started(requests, received.joined, x)
         nothing = x.new_empty(with_length(x.shape, self.axis, 0))
@@ -268,7 +269,7 @@ class Scatter(AlongAxis):
         rest = [0] * (MAX_DIMS - x.ndim)
         return (self.length, CODES[x.dtype], x.ndim, *x.shape, *rest)
 
-    def start(self, x: Tensor, numbers: Sequence[Sequence[int]], arrived: bool) -> Started:
+    def start(self, x: Tensor, numbers: Sequence[Sequence[int]], may_block: bool) -> Started:
         _, code, ndim, *shape = numbers[self.root]
         whole, lengths = tuple(shape[:ndim]), [length for length, *_ in numbers]
         axis = self._check(whole, lengths)
@@ -277,7 +278,7 @@ class Scatter(AlongAxis):
         mine = layout.shapes[self.comm.rank]
         received = fresh(mine, DTYPES[code], x.device)
         move = self.comm.transport.move
-        requests = move("Scatterv", blocks, received, self.root, layout.total, arrived)
+        requests = move("Scatterv", blocks, received, self.root, layout.total, may_block)
         return Started(requests, lambda: received, blocks)
 
     def _check(self, whole: tuple[int, ...], lengths: list[int]) -> int:
@@ -310,7 +311,7 @@ class Scatter(AlongAxis):
     def result_shape(self, shape: Sequence[int]) -> list[int]:
         return with_length(shape, self.axis, self.length)
 
-    def fields(self, x: Tensor) -> Fields:
+    def fields(self, x: Tensor) -> CallSignature:
         if self.uniform:
             return AlongAxis.fields(self, x)
         return (self.name, self.arguments(), None, None, self.recorded)
@@ -331,7 +332,7 @@ class Alltoall(AlongAxis):
     def numbers(self, x: Tensor) -> Sequence[int]:
         return (self.numelem, x.shape[self.axis])
 
-    def start(self, x: Tensor, numbers: Sequence[Sequence[int]], arrived: bool) -> Started:
+    def start(self, x: Tensor, numbers: Sequence[Sequence[int]], may_block: bool) -> Started:
         wanted, held = zip(*numbers, strict=True)
         g, s = self.axis, self.scatteraxis
         there = sum(held) if g == s else x.shape[s]
@@ -339,7 +340,7 @@ class Alltoall(AlongAxis):
         sending, parts, total = _cuts(tuple(x.shape), g, s, wanted, held, self.comm.rank)
         blocks = Blocks.cut(x, sending, s)
         received = Blocks.empty(x.dtype, parts, x.device)
-        requests = self.comm.transport.move("Alltoallv", blocks, received, None, total, arrived)
+        requests = self.comm.transport.move("Alltoallv", blocks, received, None, total, may_block)
         return Started(requests, received.joined, blocks)
 
     def adjoint(self, grad: Tensor) -> Plan:
@@ -400,17 +401,17 @@ class Alltoallv(AlongAxis):
     def numbers(self, x: Tensor) -> Sequence[int]:
         return (x.numel(),)
 
-    def start(self, x: Tensor, numbers: Sequence[Sequence[int]], arrived: bool) -> Started:
+    def start(self, x: Tensor, numbers: Sequence[Sequence[int]], may_block: bool) -> Started:
         move, size = self.comm.transport.move, self.comm.size
         counts = Blocks.cut(torch.tensor(self.sent, device="cpu"), [1] * size, 0)
         coming = Blocks.empty(torch.int64, counts.layout)
-        requests = move("Alltoallv", counts, coming, None, size, arrived)
+        requests = move("Alltoallv", counts, coming, None, size, may_block)
         self.received = Started(requests, coming.joined, counts).finish(self).tolist()
         blocks = Blocks.cut(x, self.sent, self.axis)
         layout = parts(tuple(x.shape), tuple(self.received), self.axis)
         received = Blocks.empty(x.dtype, layout, x.device)
         total = sum([count for (count,) in numbers])
-        requests = move("Alltoallv", blocks, received, None, total, arrived)
+        requests = move("Alltoallv", blocks, received, None, total, may_block)
         return Started(requests, received.joined, blocks)
 
     def adjoint(self, grad: Tensor) -> Plan:
@@ -539,9 +540,9 @@ class Allreduce(Reduction):
         exchange_values(self, source, result, *native)
         return result if source is x else placed(result, x)
 
-    def start(self, x: Tensor, numbers: Sequence[Sequence[int]], arrived: bool) -> Started:
+    def start(self, x: Tensor, numbers: Sequence[Sequence[int]], may_block: bool) -> Started:
         result = fresh_like(x)
-        requests = self.comm.transport.reduce(x, result, self.op, None, arrived)
+        requests = self.comm.transport.reduce(x, result, self.op, None, may_block)
         return Started(requests, lambda: result, x)
 
     def adjoint(self, grad: Tensor) -> Plan:
@@ -589,10 +590,10 @@ class Reduce(Reduction):
     name = "Reduce"
     root: int
 
-    def start(self, x: Tensor, numbers: Sequence[Sequence[int]], arrived: bool) -> Started:
+    def start(self, x: Tensor, numbers: Sequence[Sequence[int]], may_block: bool) -> Started:
         is_root = self.comm.rank == self.root
         result = x if self.overwrites else fresh_like(x)
-        requests = self.comm.transport.reduce(x, result, self.op, self.root, arrived)
+        requests = self.comm.transport.reduce(x, result, self.op, self.root, may_block)
         return Started(requests, lambda: result if is_root else result.zero_(), x)
 
     def adjoint(self, grad: Tensor) -> Plan:
@@ -634,18 +635,18 @@ class ReduceScatter(Reduction, AlongAxis):
     def numbers(self, x: Tensor) -> Sequence[int]:
         return (self.length,)
 
-    def start(self, x: Tensor, numbers: Sequence[Sequence[int]], arrived: bool) -> Started:
+    def start(self, x: Tensor, numbers: Sequence[Sequence[int]], may_block: bool) -> Started:
         lengths = [length for (length,) in numbers]
         check_parts(self, lengths, x.shape[self.axis], self.axis)
         if x.numel() > settings.max_count:
             total, before = fresh_like(x), sum(lengths[: self.comm.rank])
-            requests = self.comm.transport.reduce(x, total, self.op, None, arrived)
+            requests = self.comm.transport.reduce(x, total, self.op, None, may_block)
             return Started(
                 requests, lambda: total.narrow(self.axis, before, self.length).clone(), x
             )
         blocks = Blocks.cut(x, lengths, self.axis)
         result = fresh(with_length(x.shape, self.axis, self.length), x.dtype, x.device)
-        requests = self.comm.transport.reduce_scatter(blocks, result, self.op, arrived)
+        requests = self.comm.transport.reduce_scatter(blocks, result, self.op, may_block)
         return Started(requests, lambda: result, blocks)
 
     def adjoint(self, grad: Tensor) -> Plan:
@@ -655,7 +656,7 @@ class ReduceScatter(Reduction, AlongAxis):
     def result_shape(self, shape: Sequence[int]) -> list[int]:
         return with_length(shape, self.axis, self.length)
 
-    def fields(self, x: Tensor) -> Fields:
+    def fields(self, x: Tensor) -> CallSignature:
         return (self.name, self.arguments(), x.dtype, x.shape)
 
     def arguments(self) -> str:
@@ -690,7 +691,7 @@ class Scan(Reduction):
     exclusive: ClassVar[bool] = False
     descending: int = False  # from the last rank to the first: the derivative
 
-    def start(self, x: Tensor, numbers: Sequence[Sequence[int]], arrived: bool) -> Started:
+    def start(self, x: Tensor, numbers: Sequence[Sequence[int]], may_block: bool) -> Started:
         result = fresh_like(x)
         requests = self.comm.transport.scan(
             x, result, self.op, self.exclusive, bool(self.descending)

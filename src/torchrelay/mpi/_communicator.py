@@ -162,8 +162,8 @@ class Communicator(NonBlocking, Messages):
         return cart.replace(self.convention, self.unreachable_policy)
 
     def _split(self, name: str, arguments: str, color: int, key: int) -> Transport | None:
-        everyone = self._agree(name, arguments, (color, key))
-        members = sorted((k, rank) for rank, (c, k) in enumerate(everyone) if c == color)
+        given = self._agree(name, arguments, (color, key))
+        members = sorted((k, rank) for rank, (c, k) in enumerate(given) if c == color)
         part: Transport | None = self.transport.split(color, [rank for _, rank in members])
         return part
 

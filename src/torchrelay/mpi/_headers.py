@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "MAX_NUMBERS",
+    "CallSignature",
     "Comparison",
-    "Fields",
     "Headers",
     "described",
     "exchange_numbers",
@@ -48,7 +48,7 @@ LARGE_PAYLOAD_BYTES = 1 << 10  # among few ranks; all ranks receive the headers 
 FEW_RANKS = 8
 STARTED = 1  # bit of a digest: the data follows without waiting for the headers
 
-Fields = tuple[Any, ...]
+CallSignature = tuple[Any, ...]
 """What must be equal on all ranks: the arguments of :func:`described`."""
 
 
@@ -69,7 +69,7 @@ class Headers:
             _memory_at(rows.received, rows.row_bytes * transport.size),
         )
 
-    def exchange(self, call: _wait.Waiting, fields: Fields) -> None:
+    def exchange(self, call: _wait.Waiting, fields: CallSignature) -> None:
         """Send this rank's header and wait for those of the others.
 
         Raises:
@@ -80,7 +80,7 @@ class Headers:
         if self.rows.first_difference() >= 0:
             raise self.mismatch(call, fields)
 
-    def mismatch(self, call: _wait.Waiting, fields: Fields) -> MismatchError:
+    def mismatch(self, call: _wait.Waiting, fields: CallSignature) -> MismatchError:
         """Exchange descriptions and return the error that contains them.
 
         If the data of a started collective is in transit, communication ends.
@@ -156,14 +156,14 @@ def described(
     return f"{text}, {'' if recorded else 'not '}recorded by autograd{why_not}"
 
 
-def on_device(fields: Fields, device: torch.device) -> Fields:
+def on_device(fields: CallSignature, device: torch.device) -> CallSignature:
     """Return the ``fields`` of a call on a device that has a backend of its own."""
     name, arguments, *others = fields
     return (name, f"{arguments}, on {device.type}", *others)
 
 
 def exchange_numbers(
-    call: _wait.Waiting, fields: Fields, numbers: Sequence[int] = ()
+    call: _wait.Waiting, fields: CallSignature, numbers: Sequence[int] = ()
 ) -> Sequence[Sequence[int]]:
     """Return the numbers of all ranks. Collective; blocks until all ranks have arrived.
 
@@ -176,9 +176,9 @@ def exchange_numbers(
     headers = idle_headers(comm)
     headers.rows.write_numbers(digest(*fields), numbers)
     headers.exchange(call, fields)
-    everyone = headers.rows.numbers(len(numbers))
+    received = headers.rows.numbers(len(numbers))
     comm.transport.idle_headers.append(headers)
-    return everyone
+    return received
 
 
 def exchange_values(
@@ -204,7 +204,7 @@ class Comparison:
 
     __slots__ = ("call", "fields", "headers", "request")
 
-    def __init__(self, call: _wait.Waiting, fields: Fields) -> None:
+    def __init__(self, call: _wait.Waiting, fields: CallSignature) -> None:
         call.comm.lease.comparisons += 1
         self.call = call
         self.fields = fields

@@ -22,7 +22,7 @@ from torchrelay.mpi import _chain, _compiled
 from torchrelay.mpi._collectives import allreduce, zeros_with_graph
 from torchrelay.mpi._comm import Comm, collective
 from torchrelay.mpi._dtypes import Op
-from torchrelay.mpi._headers import Comparison, Fields, on_device
+from torchrelay.mpi._headers import CallSignature, Comparison, on_device
 from torchrelay.mpi._memory import packed, placed
 from torchrelay.mpi._point_to_point import WaitHandle
 from torchrelay.mpi._record import Call, Plan, Started, record, run, transforms_active
@@ -96,7 +96,7 @@ class _Start(Call):
     def differentiable(self, x: Tensor) -> bool:
         return self.call.differentiable(x)
 
-    def fields(self, x: Tensor) -> Fields:
+    def fields(self, x: Tensor) -> CallSignature:
         name, *others = self.call.fields(x)
         fields = (f"I{name.lower()}", *others)
         if not x.is_cpu:
@@ -112,7 +112,7 @@ class _Start(Call):
 @dataclass(slots=True, eq=False)
 class _Wait(Call):
     name = "Wait"
-    everyone = False  # ranks may wait in different orders
+    is_collective = False  # ranks may wait in different orders
     beginning: _Start
 
     def forward(self, x: Tensor) -> Tensor:

@@ -147,7 +147,7 @@ def _announcement_tag(comm: Comm, tag: int) -> int:
 class _PeerCall(Call):
     """A call between two ranks, which debug mode cannot compare collectively."""
 
-    everyone = False
+    is_collective = False
     transformable = False
     peer: int
     tag: int

@@ -88,7 +88,7 @@ class Call:
     """Whether it is the start, which is not recorded itself, of one that is."""
 
     name: ClassVar[str]
-    everyone: ClassVar[bool] = True
+    is_collective: ClassVar[bool] = True
     """Whether all ranks of the communicator take part."""
     blocking: ClassVar[bool] = True
     """Whether it may wait for ranks that have not called it yet."""
@@ -102,10 +102,11 @@ class Call:
         """Return what the other ranks need to know of this call; equally many on all ranks."""
         return ()
 
-    def start(self, x: Tensor, numbers: Sequence[Sequence[int]], arrived: bool) -> Started:
+    def start(self, x: Tensor, numbers: Sequence[Sequence[int]], may_block: bool) -> Started:
         """Start to communicate contiguous ``x``, on a device that the transport takes.
 
-        ``numbers`` are those of all ranks. It may block if all ranks have ``arrived``.
+        ``numbers`` are those of all ranks. It may block if ``may_block``: all ranks have made the
+        call.
         """
         raise NotImplementedError
 
@@ -191,7 +192,7 @@ class Call:
         """Return whether to record it; equal on all ranks, so by dtype and arguments only."""
         return is_differentiable(x.dtype)
 
-    def fields(self, x: Tensor) -> _headers.Fields:
+    def fields(self, x: Tensor) -> _headers.CallSignature:
         """Return what must be equal on all ranks; see ``_headers.described``."""
         return (self.name, self.arguments(), x.dtype, x.shape)
 
@@ -392,7 +393,7 @@ def _instead_of(x: Tensor) -> str:
 def _record(call: Call, x: Tensor) -> Tensor:
     check_usable(call.comm)
     _torch.recompute_whole()  # on every rank
-    if settings.debug and call.everyone and call.blocking:
+    if settings.debug and call.is_collective and call.blocking:
         is_recorded = is_grad_enabled() and call.differentiable(x)
         compared = partial(_headers.exchange_numbers, call, (*call.fields(x)[:4], is_recorded))
         compared() if is_recorded else _torch.computed_once(compared)
@@ -410,14 +411,14 @@ def _record_plain(call: Call, x: Tensor) -> Tensor:
         with torch.no_grad():
             return _unrecorded(call, x)
     chain = _chain.current()
-    if call.comm.is_alone and call.everyone:
+    if call.comm.is_alone and call.is_collective:
         return _apply(call, x, _chain.ROOT, _chain.APART)[0]  # type: ignore[no-any-return]
     try:
         y, chain.head = _apply(call, x, chain.extend(call.name), chain)
     except BaseException:
         chain.names.pop()
         raise
-    if not call.everyone:
+    if not call.is_collective:
         call.joined(chain)
     return y  # type: ignore[no-any-return]
 

@@ -191,7 +191,7 @@ class ThreadTransport:
         return self._meet(source.detach().view(-1).clone(), complete)
 
     def reduce(
-        self, source: Tensor, result: Tensor, op: Op, root: int | None, arrived: bool
+        self, source: Tensor, result: Tensor, op: Op, root: int | None, may_block: bool
     ) -> list[Testable]:
         return self._fold(source, result, op, range(self.size))
 
@@ -202,7 +202,7 @@ class ThreadTransport:
         return self._fold(source, result, op, ranks[: ranks.index(self.rank) + 1 - exclusive])
 
     def reduce_scatter(
-        self, blocks: Blocks, result: Tensor, op: Op, arrived: bool
+        self, blocks: Blocks, result: Tensor, op: Op, may_block: bool
     ) -> list[Testable]:
         check_op(result.dtype, op)
         return self._meet(
@@ -215,7 +215,7 @@ class ThreadTransport:
         return self._meet(memory.clone(), lambda sent: memory.copy_(sent[root]))
 
     def move(
-        self, name: str, sent: Part, received: Part, root: int | None, total: int, arrived: bool
+        self, name: str, sent: Part, received: Part, root: int | None, total: int, may_block: bool
     ) -> list[Testable]:
         def blocks(part: Part) -> list[Tensor | None]:
             if isinstance(part, Blocks):

@@ -1,9 +1,9 @@
 """The contract between communications and what moves their bytes: MPI or a c10d process group.
 
 A transport moves contiguous memory between the ranks of one communicator. Nothing here is recorded,
-compared or timed. Collectives return the requests to wait for; if all ranks have ``arrived``, they
-may block instead, which is faster, and return none. Counts are in elements. The caller keeps the
-memory alive until the requests are done.
+compared or timed. Collectives return the requests to wait for; with ``may_block``, as all ranks
+have made the call, they may block instead, which is faster, and return none. Counts are in
+elements. The caller keeps the memory alive until the requests are done.
 """
 
 from __future__ import annotations
@@ -86,11 +86,11 @@ class Transport(Protocol):
     def row_exchange(self, sent: Tensor, received: Tensor) -> Callable[[bool], Testable]:
         """Return a function that starts to copy every rank's row to every rank.
 
-        It may block until all ranks have arrived if its argument is true.
+        It may block until all ranks have called it if its argument, ``may_block``, is true.
         """
 
     def reduce(
-        self, source: Tensor, result: Tensor, op: Op, root: int | None, arrived: bool
+        self, source: Tensor, result: Tensor, op: Op, root: int | None, may_block: bool
     ) -> Requests:
         """Reduce all ranks' ``source`` into root's ``result``, or into every rank's.
 
@@ -109,14 +109,14 @@ class Transport(Protocol):
         is reduced into is undefined.
         """
 
-    def reduce_scatter(self, blocks: Blocks, result: Tensor, op: Op, arrived: bool) -> Requests:
+    def reduce_scatter(self, blocks: Blocks, result: Tensor, op: Op, may_block: bool) -> Requests:
         """Reduce all ranks' ``blocks``, at most ``max_count`` elements; block r goes to rank r."""
 
     def broadcast(self, memory: Tensor, root: int) -> Requests:
         """Copy root's ``memory`` into that of every rank. All ranks have arrived."""
 
     def move(
-        self, name: str, sent: Part, received: Part, root: int | None, total: int, arrived: bool
+        self, name: str, sent: Part, received: Part, root: int | None, total: int, may_block: bool
     ) -> Requests:
         """Copy blocks between ranks, as MPI's function ``name``.
 

@@ -141,7 +141,7 @@ class Gradients:
         self._ranks = server.topology.ranks
         self.apply, self._reduction = apply, reduction
         self._exchange: GradientExchange | None = None
-        self._settled = self._is_scaler_near = False
+        self._is_checked = self._is_scaler_near = False
         self._configured: tuple[float, int] | None = None
         self._optimizer: weakref.ref[torch.optim.Optimizer] | None = None
         self._values: RowGradient | None = None
@@ -209,7 +209,7 @@ class Gradients:
         """
         if not self.anchor.requires_grad:  # frozen since the forward pass
             return
-        self._settle()
+        self._check_first()
         keys = keys.to(torch.int64)
         if self.apply == "step":
             self._pending.setdefault(_torch.backward_id(), []).append((keys, values))
@@ -344,9 +344,9 @@ class Gradients:
             self._exchange.barrier()
         self._configured = (lr, step)
 
-    def _settle(self) -> None:
+    def _check_first(self) -> None:
         """Raise at the first gradient if it would be lost, or applied while it is scaled."""
-        if self._settled:
+        if self._is_checked:
             if self._is_scaler_near and _torch.backward_is_of_product():
                 self._refuse_scaling()
             return
@@ -360,7 +360,7 @@ class Gradients:
             self._is_scaler_near = True
             if _torch.backward_is_of_product():
                 self._refuse_scaling()
-        self._settled = True
+        self._is_checked = True
 
     def _refuse_scaling(self) -> None:
         raise UnsupportedError(

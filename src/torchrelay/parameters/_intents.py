@@ -104,7 +104,7 @@ class IntentLoader(Generic[Batch]):
                 return
             batch, steps_ahead = ahead.popleft()
             if first:
-                self._settle(batch)
+                self._await_local(batch)
                 first = False
             before = {table: table.metrics().remote_pulls for table in ends}
             yield batch
@@ -130,7 +130,7 @@ class IntentLoader(Generic[Batch]):
             raise ArgumentError("keys_of gave only keys: pass table=..., or give {table: keys}")
         return {self._table: keys}
 
-    def _settle(self, batch: Batch) -> None:
+    def _await_local(self, batch: Batch) -> None:
         """Wait briefly until the keys of ``batch`` have arrived."""
         latest = time.monotonic() + FIRST_WAIT_S
         for table, keys in self._keys(batch).items():

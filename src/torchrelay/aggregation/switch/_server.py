@@ -143,8 +143,8 @@ class SwitchServer(Resource):
             if known is not None and known.clients.get(join.rank, join.client) != join.client:
                 self._close(session_id)
             session = self._admit(session_id, join.rank, join.shape, address)
-            everyones = [one for each in self._sessions.values() for one, _ in each.ports]
-            if len(taken - session.ports.keys()) + everyones.count(address) > _MAX_PORTS:
+            owners = [one for each in self._sessions.values() for one, _ in each.ports]
+            if len(taken - session.ports.keys()) + owners.count(address) > _MAX_PORTS:
                 raise UnavailableError(f"workers at {address} have {_MAX_PORTS} ports already")
             for other_id, other in list(self._sessions.items()):
                 if other is not session and not taken.isdisjoint(other.ports):

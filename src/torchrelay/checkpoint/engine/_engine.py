@@ -147,19 +147,19 @@ class Save:
         self,
         ranks: Coordinator,
         write: Callable[[], Written],
-        everyone: Sequence[Description],
+        descriptions: Sequence[Description],
     ) -> None:
         """Write all parts, and commit. Blocks; returns on every rank once it is committed.
 
         Args:
             write: calls :meth:`write` for this rank.
-            everyone: as for :func:`assemble`; used on the coordinator.
+            descriptions: as for :func:`assemble`; used on the coordinator.
 
         Raises:
             TorchRelayError: it failed, on whichever rank; nothing is left of it.
         """
         with self.discarding(ranks):
-            ranks.conclude(write, lambda parts: self.commit(everyone, parts))
+            ranks.conclude(write, lambda parts: self.commit(descriptions, parts))
 
     @contextmanager
     def discarding(self, ranks: Coordinator) -> Iterator[None]:
@@ -240,7 +240,7 @@ class Save:
         taken = [pair for pair, name in zip(pairs, names, strict=True) if name is not None]
         return [(rest, None, limit_bytes), (taken, exports, exports.max_file_bytes)]
 
-    def commit(self, everyone: Sequence[Description], parts: Sequence[Written]) -> None:
+    def commit(self, descriptions: Sequence[Description], parts: Sequence[Written]) -> None:
         """Commit the checkpoint, and remove what ``keep=`` does not keep. Coordinator only.
         Arguments as for :func:`assemble`.
 
@@ -254,7 +254,7 @@ class Save:
             heads = heads_in(parent)
         head = Head(commit_time_ns(heads), self.transaction.save_id, name)
         names, small = self._exported(parts)
-        manifest, sizes = assemble(everyone, parts, head, names, small)
+        manifest, sizes = assemble(descriptions, parts, head, names, small)
         self.transaction.commit(manifest, sizes, names)
         self._retain({**heads, self.path: head})
 

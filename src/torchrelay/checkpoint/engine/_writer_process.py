@@ -98,8 +98,8 @@ def _run(
         data = (plan.starts + np.uint64(base)).tolist()
         return save.write(job.rank, plan.chunks, data)
 
-    everyone = [*map(Description, plan.layouts, job.objects)] if notes.is_coordinator else []
-    save.complete(notes, write, everyone)
+    descriptions = [*map(Description, plan.layouts, job.objects)] if notes.is_coordinator else []
+    save.complete(notes, write, descriptions)
 
 
 class Notes:

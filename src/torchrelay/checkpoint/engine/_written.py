@@ -44,7 +44,7 @@ class Written:
 
 @no_collection()
 def assemble(
-    everyone: Sequence[Description],
+    descriptions: Sequence[Description],
     parts: Sequence[Written],
     head: Head,
     names: Mapping[str, str] = MappingProxyType({}),
@@ -53,7 +53,7 @@ def assemble(
     """Return the manifest of a checkpoint whose parts are written, and the sizes of its files.
 
     Args:
-        everyone: the descriptions of the ranks; one description if it is the same for all.
+        descriptions: the descriptions of the ranks; one description if it is the same for all.
         parts: what all ranks have written.
         head: what the first line of the manifest says.
         names: of files that are called otherwise in the checkpoint than in the parts.
@@ -79,7 +79,7 @@ def assemble(
     paths: dict[str, StatePath] = {}
     for part in parts:
         objects.update(part.objects)
-    for description in everyone:
+    for description in descriptions:
         objects.update(description.objects)
         paths.update(description.layout.paths)
         for key, (dtype, shape, *_) in description.layout.tensors.items():

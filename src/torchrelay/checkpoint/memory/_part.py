@@ -97,8 +97,8 @@ class FileLayout(NamedTuple):
         what describes all ranks, or one if they are equal; ``objects`` are their values.
         """
         layouts = zip(self.plan.layouts, objects, strict=False)
-        everyone = [(layout.tensors, layout.paths, values) for layout, values in layouts]
-        return json.dumps({**vars(self.written(rank, fd)), "everyone": everyone}).encode()
+        descriptions = [(layout.tensors, layout.paths, values) for layout, values in layouts]
+        return json.dumps({**vars(self.written(rank, fd)), "descriptions": descriptions}).encode()
 
 
 def _checksums(fd: int, starts: Sizes, sizes: Sizes) -> bytes:
@@ -137,11 +137,11 @@ def manifest_of(records: Sequence[bytes], head: Head) -> bytes:
     """
     try:
         parts = [json.loads(record) for record in records]
-        everyone = [
+        descriptions = [
             Description(StateLayout(tensors, paths), objects)
-            for tensors, paths, objects in parts[0]["everyone"]
+            for tensors, paths, objects in parts[0]["descriptions"]
         ]
-        return assemble(everyone, [*map(Written.from_json, parts)], head)[0]
+        return assemble(descriptions, [*map(Written.from_json, parts)], head)[0]
     except (ValueError, LookupError, TypeError, TorchRelayError) as error:
         raise CorruptionError(
             f"{head.name}: the records in memory do not make a checkpoint ({error})"

@@ -99,9 +99,9 @@ class Planner:
         (mine,) = found
         if begun is not None:
             return begun, mine, [mine.description]
-        everyone = ranks.together(lambda: mine.description)
+        descriptions = ranks.together(lambda: mine.description)
         seen: dict[str, tuple[int, Any]] = {}
-        for rank, description in zip(ranks.ranks, everyone, strict=True):
+        for rank, description in zip(ranks.ranks, descriptions, strict=True):
             tensors = description.layout.tensors
             comparable = {key: what[:3] for key, what in tensors.items()}  # all but the mesh
             for key, what in [*comparable.items(), *description.objects.items()]:
@@ -111,7 +111,7 @@ class Planner:
                         f"{key}: rank {other} has {_shown(known)}, rank {rank} has {_shown(what)}; "
                         "values that differ need keys that differ, such as one with the rank in it"
                     )
-        return ranks.coordinate(begin), mine, everyone
+        return ranks.coordinate(begin), mine, descriptions
 
     @no_collection()
     def _take_inventory(self, state: Any) -> Inventory:
@@ -150,17 +150,17 @@ class Planner:
         return Inventory(layouts, blocks, Description(layout, objects))
 
     @no_collection()
-    def plan(self, mine: Inventory, everyone: Sequence[Description], ranks: Group) -> Plan:
+    def plan(self, mine: Inventory, descriptions: Sequence[Description], ranks: Group) -> Plan:
         """Return what this rank writes; for a state of the same layout as the last one, the same
         object.
         """
         layout, planned = mine.description.layout, self._planned
-        place = (ranks.ranks, ranks.rank)
-        if len(everyone) == 1 and planned and planned.layout is layout and planned[1:3] == place:
+        place, are_equal = (ranks.ranks, ranks.rank), len(descriptions) == 1
+        if are_equal and planned and planned.layout is layout and planned[1:3] == place:
             return planned.plan
         sizes = (len(found.blocks) for found in mine.layouts.values())
         firsts = dict(zip(mine.layouts, accumulate(sizes, initial=0), strict=False))
-        layouts = [description.layout for description in everyone]
+        layouts = [description.layout for description in descriptions]
         held: list[tuple[PlannedChunk, tuple[int, ...]]] = []
         for keys in _tied_everywhere(layout, layouts):
             dtype, described, blocks = mine.layouts[keys[0]]
@@ -169,7 +169,7 @@ class Planner:
                     chunk = PlannedChunk(keys, dtype, described.shape, box, size_bytes, index)
                     held.append((chunk, _holders(keys[0], replicas, layouts, ranks)))
         plan = Plan.of(deal(held, ranks.global_rank), layouts if ranks.is_coordinator else ())
-        self._planned = _Planned(layout, *place, plan) if len(everyone) == 1 else None
+        self._planned = _Planned(layout, *place, plan) if are_equal else None
         return plan
 
 
@@ -246,33 +246,33 @@ def _shown(what: Any) -> str:
     return text if len(text) < 80 else f"{text[:77]}..."
 
 
-def _tied_everywhere(mine: StateLayout, everyone: Sequence[StateLayout]) -> list[tuple[str, ...]]:
+def _tied_everywhere(mine: StateLayout, layouts: Sequence[StateLayout]) -> list[tuple[str, ...]]:
     """Return this rank's keys in groups; those of a group are one tensor on every rank.
 
     Their order is the same on all ranks.
     """
     together: dict[Any, list[str]] = defaultdict(list)
-    if len(everyone) == 1:
+    if len(layouts) == 1:
         for key in mine.tensors:
             together[mine.owners.get(key) or key].append(key)
     else:
-        for key in {key: None for layout in everyone for key in layout.tensors}:
+        for key in {key: None for layout in layouts for key in layout.tensors}:
             if key in mine.tensors:
-                owned = tuple(layout.owner(key) for layout in everyone)
+                owned = tuple(layout.owner(key) for layout in layouts)
                 together[owned, None if any(owned) else key].append(key)
     return [*map(tuple, together.values())]
 
 
 def _holders(
-    key: str, replicas: tuple[int, ...] | None, everyone: Sequence[StateLayout], ranks: Group
+    key: str, replicas: tuple[int, ...] | None, layouts: Sequence[StateLayout], ranks: Group
 ) -> tuple[int, ...]:
     """Return the ranks of the group that have the same block, ascending."""
     if replicas == () or ranks.size == 1:
         return (ranks.global_rank,)
-    layouts = everyone if len(everyone) > 1 else [everyone[0]] * ranks.size
+    each = layouts if len(layouts) > 1 else [layouts[0]] * ranks.size
     having = {
         rank: layout.tensors[key]
-        for rank, layout in zip(ranks.ranks, layouts, strict=True)
+        for rank, layout in zip(ranks.ranks, each, strict=True)
         if key in layout.tensors
     }
     if replicas is None:

@@ -178,14 +178,16 @@ class GroupTransport:
         return Blocks.empty(x.dtype, layout, x.device)
 
     def _gather_rows(
-        self, source: Tensor, arrived: bool, then: Callable[[Sequence[Tensor]], object]
+        self, source: Tensor, may_block: bool, then: Callable[[Sequence[Tensor]], object]
     ) -> Requests:
         """Gather all ranks' ``source``, flat, and call ``then`` with them."""
         rows = self._rows_like(source)
-        return self.move("Allgatherv", source, rows, None, 0, arrived, lambda: then(rows.tensors()))
+        return self.move(
+            "Allgatherv", source, rows, None, 0, may_block, lambda: then(rows.tensors())
+        )
 
     def reduce(
-        self, source: Tensor, result: Tensor, op: Op, root: int | None, arrived: bool
+        self, source: Tensor, result: Tensor, op: Op, root: int | None, may_block: bool
     ) -> Requests:
         check_op(source.dtype, op)
         ours, total = source.detach(), result.detach()
@@ -196,7 +198,7 @@ class GroupTransport:
         native = NATIVE.get((ours.dtype, op)) if ours.is_cpu and self.size > 1 else None
         if native is None:
             return self._gather_rows(
-                ours, arrived, lambda rows: total.view(-1).copy_(fold(rows, op))
+                ours, may_block, lambda rows: total.view(-1).copy_(fold(rows, op))
             )
         code, native_op = native[0].value, native[1]
         if root is None:
@@ -207,7 +209,7 @@ class GroupTransport:
                 total.copy_(ours)
             mine = total if self.rank == root else ours
             call = Collective(Kind.reduce, [], [_block(mine)], code, native_op, root)
-        return [_Request(partial(self._native.run, [call]), arrived)]
+        return [_Request(partial(self._native.run, [call]), may_block)]
 
     def scan(
         self, source: Tensor, result: Tensor, op: Op, exclusive: bool, descending: bool
@@ -222,14 +224,14 @@ class GroupTransport:
 
         return self._gather_rows(source, True, reduce)
 
-    def reduce_scatter(self, blocks: Blocks, result: Tensor, op: Op, arrived: bool) -> Requests:
+    def reduce_scatter(self, blocks: Blocks, result: Tensor, op: Op, may_block: bool) -> Requests:
         check_op(result.dtype, op)
         rows = self._rows_like(result)
 
         def reduce() -> None:
             result.view(-1).copy_(fold(rows.tensors(), op))
 
-        return self.move("Alltoallv", blocks, rows, None, 0, arrived, reduce)
+        return self.move("Alltoallv", blocks, rows, None, 0, may_block, reduce)
 
     def broadcast(self, memory: Tensor, root: int) -> Requests:
         if self.size == 1:
@@ -247,7 +249,7 @@ class GroupTransport:
         received: Part,
         root: int | None,
         total: int,
-        arrived: bool,
+        may_block: bool,
         then: Callable[[], object] = _nothing,
     ) -> Requests:
         source: Any = sent.memory if isinstance(sent, Blocks) else sent
@@ -263,7 +265,7 @@ class GroupTransport:
             elif name == "Scatterv":
                 outputs = [_block(result)]
             call = Collective(_KINDS[name], inputs, outputs, root=-1 if root is None else root)
-            return [_Request(partial(self._native.run, [call]), arrived, then)]
+            return [_Request(partial(self._native.run, [call]), may_block, then)]
         then()
         return []
 
@@ -291,8 +293,8 @@ class GroupTransport:
     # Communicators
 
     def duplicate(self, for_messages: bool = False) -> GroupTransport:
-        everyone = list(range(self.size))
-        return self._part(str(next(self._children)), everyone, for_messages or self._for_messages)
+        members = list(range(self.size))
+        return self._part(str(next(self._children)), members, for_messages or self._for_messages)
 
     def split(self, color: int, members: list[int]) -> GroupTransport | None:
         child = next(self._children)
@@ -336,9 +338,9 @@ def group_transport(group: Any) -> GroupTransport:
 
 def _first(ranks: Ranks, place: _Place) -> GroupTransport:
     """Return the transport of all ranks of a process group, with a mailbox. Collective."""
-    everyone = range(ranks.size)
-    mailbox = Mailbox(place.open(ranks.among(everyone), everyone), ranks.rank, place.hosts)
-    return GroupTransport(ranks, place, mailbox, everyone)
+    members = range(ranks.size)
+    mailbox = Mailbox(place.open(ranks.among(members), members), ranks.rank, place.hosts)
+    return GroupTransport(ranks, place, mailbox, members)
 
 
 def world_transport() -> GroupTransport:

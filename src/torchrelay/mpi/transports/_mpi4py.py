@@ -143,15 +143,15 @@ class MpiTransport:
     # Collectives
 
     def _run(
-        self, name: str, arrived: bool, *calls: tuple[object, ...], mpi: MPI.Comm | None = None
+        self, name: str, may_block: bool, *calls: tuple[object, ...], mpi: MPI.Comm | None = None
     ) -> Requests:
         """Call MPI's function ``name``, or its non-blocking form, for each tuple of arguments."""
-        function = getattr(mpi or self.mpi, name if arrived else f"I{name.lower()}")
+        function = getattr(mpi or self.mpi, name if may_block else f"I{name.lower()}")
         requests = [function(*arguments) for arguments in calls]
-        return [] if arrived else requests
+        return [] if may_block else requests
 
     def reduce(
-        self, source: Tensor, result: Tensor, op: Op, root: int | None, arrived: bool
+        self, source: Tensor, result: Tensor, op: Op, root: int | None, may_block: bool
     ) -> Requests:
         kind, gets, in_place = _op(source.dtype, op), root in (None, self.rank), source is result
         calls = (
@@ -163,7 +163,7 @@ class MpiTransport:
             )
             for ours, total in pieces(source, result)
         )
-        return self._run("Allreduce" if root is None else "Reduce", arrived, *calls)
+        return self._run("Allreduce" if root is None else "Reduce", may_block, *calls)
 
     def scan(
         self, source: Tensor, result: Tensor, op: Op, exclusive: bool, descending: bool
@@ -179,19 +179,19 @@ class MpiTransport:
         assert self._descending is not None
         return self._descending
 
-    def reduce_scatter(self, blocks: Blocks, result: Tensor, op: Op, arrived: bool) -> Requests:
+    def reduce_scatter(self, blocks: Blocks, result: Tensor, op: Op, may_block: bool) -> Requests:
         arguments = (_buffer(blocks.memory), _buffer(result), blocks.layout.counts)
-        return self._run("Reduce_scatter", arrived, (*arguments, _op(result.dtype, op)))
+        return self._run("Reduce_scatter", may_block, (*arguments, _op(result.dtype, op)))
 
     def broadcast(self, memory: Tensor, root: int) -> Requests:
         return self._run("Bcast", True, *((_buffer(piece), root) for (piece,) in pieces(memory)))
 
     def move(
-        self, name: str, sent: Part, received: Part, root: int | None, total: int, arrived: bool
+        self, name: str, sent: Part, received: Part, root: int | None, total: int, may_block: bool
     ) -> Requests:
         if total > settings.max_count:
             return self._move_pieces(self._blocks(sent, root), self._blocks(received, root))
-        return self._run(name, arrived, (_argument(sent), _argument(received), *_given(root)))
+        return self._run(name, may_block, (_argument(sent), _argument(received), *_given(root)))
 
     def _blocks(self, part: Part, root: int | None) -> list[Tensor | None]:
         """Return the block that is for each rank, or of it."""

@@ -35,7 +35,7 @@ _MAX_LOST_BUILDS = 3  # in a row, of a model that was built before
 class Catalog:
     """The models by name."""
 
-    does = "loading"
+    activity = "loading"
 
     owner: Owner
     queue: RequestQueue

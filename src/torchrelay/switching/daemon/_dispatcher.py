@@ -58,7 +58,7 @@ class RunningBatch:
 class Dispatcher:
     """Runs one request at a time."""
 
-    does = "running"
+    activity = "running"
 
     catalog: Catalog
     queue: RequestQueue

@@ -39,7 +39,7 @@ _PARTS_AT_ONCE = 64  # descriptors of the arena that are open at a time
 class WorkerUser(Protocol):
     """Protocol of what a worker works for: it gets the worker's messages, and its loss."""
 
-    does: str  # for people: "starting", "loading", ...
+    activity: str  # for people: "starting", "loading", ...
 
     def on_message(self, worker: WorkerProcess, message: Any, descriptors: list[int]) -> None:
         """Handle a message; the last one of the work releases the worker."""
@@ -129,7 +129,7 @@ class WorkerProcess:
 class Fleet:
     """Keeps the workers alive."""
 
-    does = "starting"
+    activity = "starting"
 
     def __init__(self, owner: Owner, cache: SharedCache, options: Switching) -> None:
         self.cache = cache
@@ -245,11 +245,11 @@ class Fleet:
     def status(self) -> list[dict[str, Any]]:
         """Return the workers, and the process that they will be forked from, for people."""
         found = [
-            (one.pid, one.user.does if one.user else "standby", one.last_model)
+            (one.pid, one.user.activity if one.user else "standby", one.last_model)
             for one in self.workers
         ]
         if self.server is not None and self.is_importing:
-            found.append((self.server.process.pid, self.does, ""))
+            found.append((self.server.process.pid, self.activity, ""))
         return [{"pid": pid, "state": state, "model": model} for pid, state, model in found]
 
     def close(self, timeout_s: float) -> None:

@@ -151,7 +151,7 @@ class TrainingHandle:
 class TrainingScheduler:
     """Runs one task at a time, in the order of submission."""
 
-    does = "training"
+    activity = "training"
 
     def __init__(self, fleet: Fleet) -> None:
         self.waiting: deque[TrainingHandle] = deque()

@@ -62,7 +62,7 @@ class _Slice:
 class SliceScheduler:
     """Runs the sequences of one model at a time."""
 
-    does = "generating"
+    activity = "generating"
 
     def __init__(
         self,
