@@ -26,6 +26,7 @@ from torchrelay.errors import (
     OperationTimeoutError,
     PeerLostError,
     UnavailableError,
+    UnsupportedError,
 )
 from torchrelay.training._membership import (
     Formation,
@@ -242,11 +243,12 @@ def _new_group(timeout_s: float) -> Any:
             "sml", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout
         )
         return dist.group.WORLD
-    groups = [
-        dist.new_group([rank], backend="sml", timeout=timeout)
-        for rank in range(dist.get_world_size())
-    ]
-    return groups[dist.get_rank()]
+    if (size := dist.get_world_size()) > 1:
+        raise UnsupportedError(
+            f"Elastic: this process is in a default process group of {size} ranks, and a replica "
+            "is one process: start each on its own, without init_process_group"
+        )
+    return dist.new_group([0], backend="sml", timeout=timeout)
 
 
 def _listen(settings: ElasticSettings, layout: Sequence[str]) -> Peers:

@@ -17,7 +17,14 @@ from typing_extensions import Self
 from torchrelay import _telemetry, config
 from torchrelay._names import names_options
 from torchrelay.training._agreement import Agreement, Losses
-from torchrelay.training._healing import RandomStates, Stateful, check, heal, layout_of
+from torchrelay.training._healing import (
+    RandomStates,
+    Stateful,
+    check,
+    heal,
+    layout_of,
+    refuse_ddp,
+)
 from torchrelay.training._membership import Record
 
 __all__ = ["Elastic", "Step"]
@@ -49,6 +56,7 @@ class Step:
 
         If a member is lost, the gradients are undefined, and the step is not committed.
         """
+        refuse_ddp("the model of step.reduce", parameters)
         if isinstance(parameters, nn.Module):
             parameters = parameters.parameters()
         trained = [one for one in parameters if one.requires_grad]
@@ -123,10 +131,13 @@ class Elastic:
         version: how many steps were committed, by this member or those that healed it.
 
     Raises:
-        ArgumentError: a state contains what is no tensor and no plain value.
+        ArgumentError: a state contains what is no dense tensor and no plain value, or is a
+            DistributedDataParallel.
         ConfigError: a setting is invalid, or there is neither token nor key where other hosts
             could connect.
         UnavailableError: this process cannot listen at its address.
+        UnsupportedError: the replica has several processes: the default process group has several
+            ranks, or a state has DTensors.
     """
 
     @names_options(*(field.name for field in fields(config.ElasticSettings)))
@@ -140,7 +151,7 @@ class Elastic:
         self._local = {"random": RandomStates(), **(local or {})}
         check({**self._states, **self._local})
         chosen = replace(config.load(config.ElasticSettings), **settings)
-        self._agreement = Agreement(chosen, layout_of(states))
+        self._agreement = Agreement(chosen, layout_of({**self._states, **self._local}))
         self.version = 0
         self._is_in_doubt, self._wants_round = False, True
         self._is_whole: list[bool] = []  # by rank

@@ -16,12 +16,13 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
 from torchrelay import _native
-from torchrelay.errors import ArgumentError, CorruptionError
+from torchrelay.errors import ArgumentError, CorruptionError, UnsupportedError
 
-__all__ = ["RandomStates", "Stateful", "check", "heal", "layout_of"]
+__all__ = ["RandomStates", "Stateful", "check", "heal", "layout_of", "refuse_ddp"]
 
 _PIECE_BYTES = 4 << 20
 
@@ -65,9 +66,22 @@ def layout_of(states: Mapping[str, Stateful]) -> list[str]:
     ]
 
 
+def refuse_ddp(name: str, model: object) -> None:
+    """Raise :class:`ArgumentError` if ``model`` sums gradients in an order of its own."""
+    if isinstance(model, DistributedDataParallel):
+        raise ArgumentError(
+            f"Elastic: {name} is a DistributedDataParallel, which sums gradients in an order that "
+            "depends on the steps of its process: pass the module that it wraps, without DDP, and "
+            "call step.reduce(module) after the backward pass"
+        )
+
+
 def check(states: Mapping[str, Stateful]) -> None:
-    """Raise :class:`ArgumentError` if something in ``states`` could not be sent to a member."""
+    """Raise :class:`ArgumentError` or :class:`UnsupportedError` if something in ``states`` could
+    not be sent to a member.
+    """
     for name, one in states.items():
+        refuse_ddp(name, one)
         if not (hasattr(one, "state_dict") and hasattr(one, "load_state_dict")):
             raise ArgumentError(f"Elastic: {name} is a {type(one).__name__} without state_dict")
     _described(*_leaves(states))
@@ -122,11 +136,8 @@ def _leaves(states: Mapping[str, Stateful]) -> tuple[dict[str, Any], dict[str, A
 
 
 def _memory(value: Any) -> Tensor:
-    """Return the part of a tensor that is here, or the memory of an array as a tensor."""
-    if isinstance(value, np.ndarray):
-        return torch.from_numpy(value)
-    local: Tensor = value.to_memory() if hasattr(value, "to_local") else value
-    return local.detach()
+    """Return a tensor, or the memory of an array as one."""
+    return torch.from_numpy(value) if isinstance(value, np.ndarray) else value.detach()
 
 
 def _described(tree: Any, leaves: Mapping[str, Any]) -> bytes:
@@ -135,6 +146,16 @@ def _described(tree: Any, leaves: Mapping[str, Any]) -> bytes:
         one: dict[str, Any] = {"name": name}
         if isinstance(leaf, (Tensor, np.ndarray)):
             tensor = _memory(leaf)
+            if hasattr(tensor, "to_local"):
+                raise UnsupportedError(
+                    f"Elastic: state{name} is a {type(tensor).__name__}: replicas of several "
+                    "processes (FSDP, tensor parallelism) are not supported"
+                )
+            if tensor.is_meta or tensor.layout != torch.strided:
+                raise ArgumentError(
+                    f"Elastic: state{name} has no memory of its own ({tensor.device}, "
+                    f"{tensor.layout}): make a dense tensor of it on a device"
+                )
             one |= {
                 "dtype": str(tensor.dtype).removeprefix("torch."),
                 "shape": [*tensor.shape],
@@ -143,6 +164,8 @@ def _described(tree: Any, leaves: Mapping[str, Any]) -> bytes:
             }
         elif leaf is None or isinstance(leaf, (bool, int, float, str)):
             one["value"] = leaf
+        elif isinstance(leaf, torch.dtype):
+            one["name_in_torch"] = str(leaf).removeprefix("torch.")
         else:
             raise ArgumentError(
                 f"Elastic: state{name} is a {type(leaf).__name__}, which cannot be sent to a new "
@@ -155,6 +178,8 @@ def _described(tree: Any, leaves: Mapping[str, Any]) -> bytes:
 
 def _restored(leaf: dict[str, Any], own: Any) -> Any:
     """Return a value, or what its bytes are received into: ``own``, if it is like it."""
+    if "name_in_torch" in leaf:
+        return getattr(torch, leaf["name_in_torch"])
     if "dtype" not in leaf:
         return leaf["value"]
     dtype = getattr(torch, leaf["dtype"])
