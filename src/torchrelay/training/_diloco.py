@@ -31,6 +31,8 @@ __all__ = ["DiLoCo", "LocalSGD"]
 
 _log = logging.getLogger("torchrelay.training")
 
+_MOST_STEPS = 1 << 32
+
 Group = dist.ProcessGroup | Callable[[], dist.ProcessGroup | None] | None
 
 
@@ -101,8 +103,8 @@ class DiLoCo:
                 fragment.started = self._step
         for fragment in starting:
             fragment.start(self._group())
-        if due := self._due():
-            self._complete(due, self.fragment_update_alpha)
+        if self._due(self.fragment_sync_delay):
+            self._complete(self.fragment_sync_delay, self.fragment_update_alpha)
 
     def synchronize(self, everything: bool = False) -> None:
         """Complete what is due, such as after a failure. Collective over the members; blocks.
@@ -122,30 +124,34 @@ class DiLoCo:
             Exception: what the group raises, such as :class:`PeerLostError`. Parameters and outer
                 state are as before the synchronisation.
         """
-        self._complete(self._due(), self.fragment_update_alpha)
+        self._complete(self.fragment_sync_delay, self.fragment_update_alpha)
         if everything:
             for fragment in self._fragments:
                 if fragment.started is None:
                     fragment.started = self._step
-            self._complete(self._fragments, 0.0)
+            self._complete(0, 0.0)
 
     def _group(self) -> dist.ProcessGroup | None:
         return self.process_group() if callable(self.process_group) else self.process_group
 
-    def _due(self) -> list[_Fragment]:
-        latest = self._step - self.fragment_sync_delay
+    def _due(self, delay: int) -> list[_Fragment]:
+        latest = self._step - delay
         return [one for one in self._fragments if one.started is not None and one.started <= latest]
 
-    def _complete(self, due: Sequence[_Fragment], alpha: float) -> None:
-        """Apply the means of the fragments that are ``due`` once all members have them."""
+    def _complete(self, delay: int, alpha: float) -> None:
+        """Apply the means of the fragments that are due once all members have them."""
         group = self._group()
-        for fragment in due:
+        for fragment in self._due(delay):
             fragment.finish_if_possible()
         while True:
-            for fragment, completed, all_have_it in self._agree(group):
-                if completed > fragment.completed or (fragment in due and all_have_it):
+            due = self._due(delay)
+            for fragment, completed, started, all_have_it in self._agree(group):
+                if completed > fragment.completed:
                     self._apply(fragment, alpha)
-            due = [fragment for fragment in due if fragment.started is not None]
+                    fragment.started = started
+                elif fragment in due and all_have_it:
+                    self._apply(fragment, alpha)
+            due = self._due(delay)
             if not due:
                 return
             for fragment in due:
@@ -153,27 +159,34 @@ class DiLoCo:
             for fragment in due:
                 fragment.finish()
 
-    def _agree(self, group: dist.ProcessGroup | None) -> list[tuple[_Fragment, int, bool]]:
+    def _agree(
+        self, group: dist.ProcessGroup | None
+    ) -> list[tuple[_Fragment, int, int | None, bool]]:
         """Return for each fragment how many synchronisations the member that is ahead has
-        completed, and whether all members have the mean of the next one.
+        completed, when it started the next one, and whether all members have the mean of that.
         """
         mine = [(one.completed, one.means is not None) for one in self._fragments]
-        values = [self._step, -self._step, *(v for done, has in mine for v in (done, -has))]
+        values = [self._step, -self._step]
+        for one in self._fragments:
+            values += [one.completed * _MOST_STEPS + (one.started or 0), -(one.means is not None)]
         device = next(iter(self._fragments[0].outer.values())).device
         most = torch.tensor(values, dtype=torch.int64, device=device)
         dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
         last, first, *found = most.tolist()
-        ahead = [done - own > has for done, (own, has) in zip(found[::2], mine, strict=True)]
+        leading = [divmod(value, _MOST_STEPS) for value in found[::2]]
+        ahead = [done - own > has for (done, _), (own, has) in zip(leading, mine, strict=True)]
         if last != -first or any(ahead):
             raise MismatchError(
                 f"{type(self).__name__}: this member is at step {self._step} with "
                 f"{[done for done, _ in mine]} synchronisations of its fragments, and the members "
-                f"are at steps {-first} to {last} with up to {found[::2]}; those that are behind "
-                "must load the state of one that is not"
+                f"are at steps {-first} to {last} with up to {[done for done, _ in leading]}; "
+                "those that are behind must load the state of one that is not"
             )
         return [
-            (one, done, negative == -1)
-            for one, done, negative in zip(self._fragments, found[::2], found[1::2], strict=True)
+            (one, done, started or None, negative == -1)
+            for one, (done, started), negative in zip(
+                self._fragments, leading, found[1::2], strict=True
+            )
         ]
 
     @torch.no_grad()

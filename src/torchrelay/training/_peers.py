@@ -190,6 +190,8 @@ class Peers:
             self._refuse(address, str(answer["refused"]))
         self.found[address] = str(answer["member"]), dialed_s
         ended = asyncio.ensure_future(reader.read(1))
+        # asyncio would log an exception that nobody asks for.
+        ended.add_done_callback(lambda done: done.cancelled() or done.exception())
         while not ended.done():
             value, published = self._value, asyncio.ensure_future(self._published.wait())
             writer.write(ours.pack(value))
