@@ -121,16 +121,18 @@ class Job:
                 job.is_broken = True
                 job.check()
 
-        def faulty(tensor: Any, *args: Any, async_op: bool = False, **kwargs: Any) -> Any:
+        def faulty(
+            tensor: Any, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
+        ) -> Any:
             job.check()
             what, phase = job.fault
             if phase not in (["sum"] if async_op else ["agreement", "synchronize"]):
-                return all_reduce(tensor, *args, async_op=async_op, **kwargs)
+                return all_reduce(tensor, op, group, async_op)
             job.fault = "", ""
             job.note(fault=phase)
             if what == "dies":
                 job.die()
-            work = Failing(all_reduce(tensor, *args, async_op=True, **kwargs))
+            work = Failing(all_reduce(tensor, op, group, async_op=True))
             if not async_op:
                 work.wait()
             return work

@@ -191,7 +191,7 @@ def _refuse(world: World) -> None:
     dist.init_process_group("sml", store=store, rank=world.rank, world_size=world.size)
     with pytest.raises(UnsupportedError, match="default process group of 2 ranks"):
         Elastic({"model": nn.Linear(2, 2)}, address="127.0.0.1:0")
-    sharded = fully_shard(nn.Linear(2, 2))
+    sharded: Any = fully_shard(nn.Linear(2, 2))
     with pytest.raises(UnsupportedError, match=r"\['model'\]\['weight'\] is a DTensor"):
         Elastic({"model": sharded})
     parallel = DistributedDataParallel(nn.Linear(2, 2))
