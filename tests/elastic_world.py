@@ -12,6 +12,7 @@ import random
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from torchrelay.training import _membership
@@ -78,8 +79,10 @@ class Node:
             machine.wait_no_longer()
         formation = machine.decide()
         self.publish()
+        world.look(self)
         if formation is not None:
             assert formation.number == machine.number
+            world.entered[formation][self.name] = machine.bases
             self.formation, self.index = formation, 0
             self.tokens = defaultdict(
                 dict, {k: v for k, v in self.tokens.items() if k[0] >= formation}
@@ -166,6 +169,7 @@ class Node:
     def end_form(self, _: list[Any]) -> None:
         self.left_out = self.machine.left_out(self.formation)
         self.machine.install(self.formation)
+        self.world.form(self)
         self.enter("meet", (self.record, self.digest))
 
     @property
@@ -181,6 +185,7 @@ class Node:
             self.world.found(self)
         if mine.is_whole and mine.version > self.version:
             self.commit()
+        self.world.confirm(self)
         machine.is_whole, self.is_in_doubt = mine.is_whole, False
         if mine.is_whole:
             self.world.agree(self)
@@ -235,6 +240,9 @@ class World:
         self.count = 0
         self.commits: dict[str, Commit] = {}
         self.agreed: dict[Formation, tuple[int, str]] = {}
+        self.entered: dict[Formation, dict[str, tuple[Formation, ...]]] = defaultdict(dict)
+        self.formed: dict[Formation, set[str]] = defaultdict(set)
+        self.confirmed: set[Formation] = set()  # of the job that there is
         self.born = 0
         for address in self.addresses:
             self.start(address)
@@ -336,7 +344,30 @@ class World:
     def found(self, node: Node) -> None:
         whole = [one for one in self.alive if one.machine.is_whole and one is not node]
         assert not whole, f"{node} founds a job while {whole} have one"
+        self.confirmed.clear()
         node.digest = f"job of {node.name}"
+
+    def form(self, node: Node) -> None:
+        """What one of the members knew when it entered, all of them know when they form it."""
+        formation, entered = node.formation, self.entered[node.formation]
+        self.formed[formation].add(node.name)
+        assert len(formation.members) >= node.machine.min_size, formation
+        oldest = max(bases[0].number for bases in entered.values())
+        known = {base for bases in entered.values() for base in bases if base.number >= oldest}
+        assert {*node.machine.bases} == {formation, *known}, f"{node} forgets {known}"
+
+    def confirm(self, node: Node) -> None:
+        """The formations that all their members have formed are a chain."""
+        self.confirmed.add(node.formation)
+        self.look(node)
+        for former, later in pairwise(sorted(self.confirmed)):
+            known = {base for bases in self.entered[later].values() for base in bases}
+            assert former in known, f"{later} does not go on from {former}"
+
+    def look(self, node: Node) -> None:
+        """All members have formed the oldest base of one."""
+        base = node.machine.bases[0]
+        assert not base.number or self.formed[base] == {*base.members}, f"{node} relies on {base}"
 
     def commit(self, node: Node) -> str:
         digest = f"{abs(hash((node.digest, node.voted, node.version))):x}"

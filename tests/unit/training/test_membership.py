@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
 from elastic_world import TIMEOUT_S, Node, World
-from torchrelay.training._membership import Formation, State
+from torchrelay.training._membership import Formation, Membership, State
 
 PHASES = ["form", "meet", "heal", "reduce", "vote", "vote"]
 KINDS = {
@@ -51,7 +52,8 @@ def fault(world: World) -> None:
 
 def fuzz(seed: int) -> World:
     """Run a schedule of faults, then repair all and see the job go on."""
-    world = World(seed, 2 + seed % 5)
+    breaker = f"h{seed % 2}" if seed % 3 == 0 else ""
+    world = World(seed, 2 + seed % 5, min_size=1 + seed // 5 % 2, tie_breaker=breaker)
     world.run(world.rng.uniform(0, 4))
     for _ in range(world.rng.randrange(3, 12)):
         fault(world)
@@ -87,10 +89,11 @@ def may_go_on(world: World) -> bool:
     bases = {base for base in bases if base >= newest}
     is_majority = all(2 * len(alive & {*base.members}) > len(base.members) for base in bases)
     is_whole = any(node.machine.is_whole for node in world.alive)
-    return bool(alive and bases and is_majority and is_whole)
+    is_enough = len(alive) >= min((node.machine.min_size for node in world.alive), default=0)
+    return bool(alive and bases and is_majority and is_whole and is_enough)
 
 
-def running(size: int, **options: str) -> World:
+def running(size: int, **options: Any) -> World:
     """Return a world whose members are all in one formation."""
     world = World(0, size, **options)
     world.is_slow = False
@@ -149,6 +152,44 @@ def test_one_that_was_frozen_does_not_go_on_alone() -> None:
         world.kill(world.at[address])
     world.thaw(frozen)
     assert going_on(world, [frozen]) == [False]
+
+
+QUORUM = "h0/1", "h1/1", "h2/1"
+MINORITY = "h1/1", "h2/1", "h3/1"
+
+
+@pytest.mark.parametrize(
+    ("bases", "enters"),
+    [
+        ([QUORUM], True),
+        ([MINORITY], False),
+        ([QUORUM, MINORITY], False),
+        ([MINORITY, QUORUM], False),
+    ],
+)
+def test_a_member_enters_only_with_a_quorum_of_each_of_its_bases(
+    bases: list[tuple[str, ...]], enters: bool
+) -> None:
+    """Whatever the one that proposes has seen."""
+    machine = Membership("h1/1", ["h1"])
+    machine.bases = tuple(Formation(number, base) for number, base in enumerate(bases, 1))
+    machine.begin()
+    both = "h0/1", "h1/1"
+    machine.receive(
+        State("h0/1", 1, 1, machine.bases, both[1:], both, (), (), (), True, proposal=both)
+    )
+    assert (machine.decide() == Formation(1, both)) == enters
+
+
+def test_of_two_states_the_newer_one_counts() -> None:
+    machine, other = (Membership(name, ["h0", "h1"]) for name in ("h0/1", "h1/1"))
+    older = other.state
+    other.lose("h0/2")
+    newer = other.state
+    machine.receive(newer)
+    machine.receive(older)
+    assert machine.states == {"h1/1": newer}
+    assert "h0/2" in machine.dead
 
 
 def test_states_are_read_as_they_were_written() -> None:
