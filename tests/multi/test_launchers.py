@@ -395,6 +395,40 @@ def test_lightning_takes_the_name_of_the_backend(tmp_path: Path) -> None:
     assert run(LIGHTNING, tmp_path, str(tmp_path / "ckpt")).count("over sml 2") == 4
 
 
+def test_lightning_trains_an_elastic_member(tmp_path: Path) -> None:
+    """As the page prints it, in two processes that end together."""
+    pytest.importorskip("lightning", reason="needs lightning")
+    page = Path(__file__).parents[2].joinpath("docs/elastic.md").read_text()
+    (code,) = re.findall(r"```python\n(import itertools\n.*?)```", page, re.DOTALL)
+    begin = "import torch; data = torch.utils.data.TensorDataset(torch.randn(64, 8))\n"
+    end = "print('ends with', *model.layer.weight.flatten().tolist(), trainer.global_step)\n"
+    changes = {
+        "version >= 20": "version >= 20 and self.elastic.group.size() == 2",
+        "fit(Model()": "fit(model := Model()",
+        "max_epochs=-1": "max_epochs=-1, logger=False, enable_checkpointing=False",
+    }
+    for old, new in changes.items():
+        assert code.count(old) == 1
+        code = code.replace(old, new)
+    script = tmp_path / "job.py"
+    script.write_text(begin + code + end)
+    addresses = [f"127.0.0.1:{free_port()}" for _ in range(2)]
+    with contextlib.ExitStack() as stack:
+        members = [
+            stack.enter_context(
+                python(
+                    str(script),
+                    TORCHRELAY_ELASTIC_ADDRESS=address,
+                    TORCHRELAY_ELASTIC_PEERS=",".join(addresses),
+                )
+            )
+            for address in addresses
+        ]
+        printed = [member.communicate(timeout=PATIENCE_S)[0] for member in members]
+    ends = [re.findall(r"ends with (.+) \d+$", output, re.MULTILINE) for output in printed]
+    assert len(ends[0]) == 1 and ends[0] == ends[1], printed
+
+
 def test_hugging_face_trainer_takes_the_group_that_is_there(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")

@@ -250,6 +250,13 @@ class Elastic:
         size_bytes = heal(self.group, self._is_whole, self._states, self._local)
         self._costs.healed_bytes += size_bytes
         self._costs.add("heals", started_s, time.monotonic())
+        _logger.info(
+            "step %d: %d members got the state, this one %.4g MB, in %.3g s",
+            self.version,
+            self._is_whole.count(False),
+            size_bytes / 1e6,
+            time.monotonic() - started_s,
+        )
         self._agreement.machine.is_whole = True
         self._is_whole = [True] * len(self._is_whole)
 

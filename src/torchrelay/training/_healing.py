@@ -9,7 +9,9 @@ values are JSON; nothing is unpickled. All members then compare checksums of all
 from __future__ import annotations
 
 import json
+import logging
 import random
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -24,7 +26,9 @@ from torchrelay.errors import ArgumentError, CorruptionError, UnsupportedError
 
 __all__ = ["RandomStates", "Stateful", "check", "heal", "layout_of", "refuse_ddp"]
 
+_logger = logging.getLogger("torchrelay.training")
 _PIECE_BYTES = 4 << 20
+_LOG_EVERY_S = 2.0
 
 
 class Stateful(Protocol):
@@ -218,8 +222,12 @@ def _exchange(
             elif not is_whole[rank]:
                 works.append(group.recv([part], source, 0))
                 size_bytes += part.numel()
-    for work in works:
+    logged_s = time.monotonic()
+    for done, work in enumerate(works, 1):
         work.wait()
+        if time.monotonic() - logged_s > _LOG_EVERY_S:
+            logged_s = time.monotonic()
+            _logger.info("rank %d has moved %.0f%% of the state", rank, 100 * done / len(works))
     for tensor, memory in copies:
         if memory.data_ptr() != tensor.data_ptr() and not is_whole[rank]:
             tensor.copy_(memory)
