@@ -44,7 +44,7 @@ def serve(
         # torch takes seconds to import
         from torchrelay.switching.http import _serve  # noqa: PLC0415
         from torchrelay.switching.http._models_file import ModelsFile  # noqa: PLC0415
-    except ModuleNotFoundError as error:
+    except ImportError as error:
         raise UnavailableError(
             "serving needs the extra [serve]: pip install uvicorn httptools uvloop msgspec "
             f"prometheus-client ({error})"

@@ -313,7 +313,7 @@ CHAT, TEXT, EMBED = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
         (EMBED, {"input": []}, 400, "input must be a text"),
         (EMBED, {"input": "two " * 40}, 400, "a maximum context length of 40"),
         (EMBED, {"input": ["two", ""]}, 400, "input 1 has 0 tokens"),
-        (EMBED, {"input": [200]}, 400, "input 0 has a token that is none of the 200"),
+        (EMBED, {"input": [200]}, 400, "input 0 has the token 200; model"),
         (EMBED, {"dimensions": 8}, 400, "vectors of 32, which are not cut"),
         (EMBED, {"encoding_format": "int8"}, 400, "encoding_format: Invalid enum value"),
         ("/v1/nothing", {}, 404, "the server has no path"),

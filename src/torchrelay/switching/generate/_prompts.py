@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from torchrelay.errors import ArgumentError
 from torchrelay.switching.generate._messages import Sampling
 from torchrelay.switching.generate._text import TextStream
 from torchrelay.switching.models._store import StoredModel
 
-__all__ = ["ids_of", "sampling_of", "text_after"]
+__all__ = ["check_tokens", "ids_of", "sampling_of", "text_after"]
 
 _MAX_TEMPERATURE = 100.0
 _MAX_LOGPROBS = 20
@@ -33,6 +33,13 @@ def ids_of(model: StoredModel, prompt: str | Sequence[int]) -> tuple[int, ...]:
         raise ArgumentError(
             f"the prompt is a {type(prompt).__name__}; pass a text, or a list of token ids"
         ) from error
+
+
+def check_tokens(what: str, tokens: Iterable[int], vocabulary: int, model: str) -> None:
+    """Raise :class:`ArgumentError` unless `tokens`, of `what`, are of the model's vocabulary."""
+    wrong = next((one for one in tokens if not 0 <= one < vocabulary), None)
+    if wrong is not None:
+        raise ArgumentError(f"{what} has the token {wrong}; model {model!r} has {vocabulary}")
 
 
 def text_after(model: StoredModel, stop: Sequence[str] = ()) -> TextStream:

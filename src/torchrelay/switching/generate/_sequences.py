@@ -16,6 +16,7 @@ from torchrelay.switching.generate._messages import (
     SequenceState,
     Stashed,
 )
+from torchrelay.switching.generate._prompts import check_tokens
 from torchrelay.switching.models._store import StoredModel
 
 __all__ = ["Sequence"]
@@ -58,11 +59,7 @@ class Sequence:
             )
         if not self.prompt:
             raise ArgumentError("the prompt is empty: it needs at least one token")
-        wrong = next((one for one in self.prompt if not 0 <= one < known.vocabulary), None)
-        if wrong is not None:
-            raise ArgumentError(
-                f"the prompt has the token {wrong}; model {model.name!r} has {known.vocabulary}"
-            )
+        check_tokens("the prompt", self.prompt, known.vocabulary, model.name)
         room = known.max_context - len(self.prompt)
         if self.sampling.max_tokens > room:
             raise ArgumentError(

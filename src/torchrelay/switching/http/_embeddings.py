@@ -10,6 +10,7 @@ import torch
 
 from torchrelay.errors import ArgumentError, UnsupportedError
 from torchrelay.switching._switcher import Switcher
+from torchrelay.switching.generate._prompts import check_tokens
 from torchrelay.switching.http._openai_schema import EmbeddingRequest
 from torchrelay.switching.models._inputs import TEXTS
 from torchrelay.switching.models._store import StoredModel
@@ -76,11 +77,7 @@ def _tokens(model: StoredModel, inputs: list[str | list[int]]) -> list[list[int]
                 f"maximum context length of {known.max_tokens}"
             )
         found.append([int(token) for token in ids])
-        if not all(0 <= token < known.vocabulary for token in found[-1]):
-            raise ArgumentError(
-                f"input {index} has a token that is none of the {known.vocabulary} of model "
-                f"{model.name!r}"
-            )
+        check_tokens(f"input {index}", found[-1], known.vocabulary, model.name)
     return found
 
 

@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from torchrelay.config import Switching
-from torchrelay.errors import UnavailableError
 from torchrelay.switching._switcher import Switcher
+from torchrelay.switching.http._app import Application, log_access
 from torchrelay.switching.http._models_file import ModelsFile
+from torchrelay.switching.http._server import HttpServer, bind
 from torchrelay.switching.models._store import ModelStore
 
 __all__ = ["serve"]
@@ -30,21 +31,9 @@ def serve(file: ModelsFile, *, report: Callable[[str], None] = print) -> None:
 
     Raises:
         ConfigError: the certificate or its key cannot be read.
-        UnavailableError: the `[serve]` extra is missing, or the port is in use: before a model is
-            built.
+        UnavailableError: the port is in use: before a model is built.
         TorchRelayError: a model cannot be built or loaded, or the switcher failed.
     """
-    try:
-        from torchrelay.switching.http._app import (  # noqa: PLC0415 - an extra
-            Application,
-            log_access,
-        )
-        from torchrelay.switching.http._server import HttpServer, bind  # noqa: PLC0415 - an extra
-    except ImportError as error:
-        raise UnavailableError(
-            "serving needs the extra [serve]: pip install uvicorn httptools uvloop msgspec "
-            f"prometheus-client ({error})"
-        ) from error
     options = file.server
     if options.access_log:
         log_access()
