@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from ranks import free_port
 from torchrelay.errors import ArgumentError, UnsupportedError
-from torchrelay.training import AnyPrecisionAdamW, Elastic
+from torchrelay.training import AnyPrecisionAdamW, Elastic, _healing
 from torchrelay.world import World
 from waiting import eventually
 
@@ -150,6 +151,8 @@ def _heal(world: World, folder: str, addresses: list[str]) -> Any:
     random.seed(world.rank)
     np.random.seed(world.rank)
     states, train = _states()
+    _healing._LOG_EVERY_S = -1.0
+    logging.basicConfig(filename=Path(folder, f"log{world.rank}"), level=logging.INFO)
     go = Path(folder, "go")
     if world.rank == 0:
         for _ in range(4):
@@ -180,6 +183,10 @@ def test_all_kinds_of_state_heal(run_processes: RunProcesses, tmp_path: Path) ->
     assert all(result.ok for result in results), [result.error for result in results]
     (_, first, after), (before, second, and_after) = (result.value for result in results)
     assert second == first
+    logged = [tmp_path.joinpath(f"log{rank}").read_text() for rank in range(2)]
+    for rank in range(2):
+        assert f"rank {rank} has moved 100% of the state" in logged[rank]
+        assert "1 members got the state" in logged[rank]
     assert and_after == after
     named = {name for name in first if before.get(name) != first[name]}
     for state in ("model", "adamw", "momentum", "precise", "lbfgs", "cycle", "sequence", "data"):

@@ -181,6 +181,14 @@ def test_a_member_enters_only_with_a_quorum_of_each_of_its_bases(
     assert (machine.decide() == Formation(1, both)) == enters
 
 
+def test_a_proposal_is_that_of_its_round() -> None:
+    machine = Membership("h0/1", ["h0"])
+    machine.begin()
+    assert machine.decide() == Formation(1, ("h0/1",))
+    machine.fail()
+    assert machine.state.proposal == ()
+
+
 def test_of_two_states_the_newer_one_counts() -> None:
     machine, other = (Membership(name, ["h0", "h1"]) for name in ("h0/1", "h1/1"))
     older = other.state
