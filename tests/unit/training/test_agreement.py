@@ -1,0 +1,98 @@
+"""What a member concludes from its clock and from what listens at addresses."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from torchrelay.config import ElasticSettings
+from torchrelay.errors import PeerLostError
+from torchrelay.training import _agreement
+from torchrelay.training._agreement import Agreement, Met
+from torchrelay.training._membership import Formation
+
+SELF, OTHER = "127.0.0.1:1/self", "127.0.0.1:2/other"
+BASE = Formation(3, (SELF, OTHER))
+TIMEOUT_S = 10.0
+
+
+class Member:
+    """An agreement of one that is in ``BASE``, without sockets and groups."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.now_s = 100.0
+        self.peers = SimpleNamespace(address="127.0.0.1:1", member=SELF, found={})
+        patch.setattr(_agreement, "_new_group", lambda _: None)
+        patch.setattr(_agreement, "_listen", lambda *_: self.peers)
+        patch.setattr(_agreement, "seconds_since_boot", lambda: self.now_s)
+        self.agreement = Agreement(ElasticSettings(timeout_s=TIMEOUT_S), [])
+        self.machine = self.agreement.machine
+        self.machine.bases, self.agreement.met = (BASE,), Met(BASE, ())
+
+    def collective(self, at_s: float, wait: Callable[[], Any] = lambda: None) -> None:
+        self.now_s = at_s
+        self.agreement.collective(lambda _: SimpleNamespace(wait=wait))
+
+    def is_fresh(self, at_s: float) -> bool:
+        self.now_s = at_s
+        self.agreement._look()
+        return self.machine.is_fresh
+
+    def is_lost(self, found: str, after_s: float) -> bool:
+        """Whether ``OTHER`` is dead if that was found so long after it became known."""
+        self.agreement._look()
+        self.peers.found["127.0.0.1:2"] = found, time.monotonic() + after_s
+        self.agreement._look()
+        return OTHER in self.machine.dead
+
+
+@pytest.fixture
+def member(monkeypatch: pytest.MonkeyPatch) -> Member:
+    return Member(monkeypatch)
+
+
+def test_a_member_is_fresh_from_a_collective_that_all_completed(member: Member) -> None:
+    assert not member.is_fresh(100.0)
+    member.collective(100.0)
+    member.collective(103.0)  # after which all have completed the one before
+    assert member.is_fresh(107.9)
+    assert not member.is_fresh(108.1)
+
+
+def test_a_collective_that_fails_makes_no_member_fresh(member: Member) -> None:
+    def fail() -> None:
+        raise PeerLostError("rank 1 was lost", (1,))
+
+    member.collective(100.0)
+    member.collective(103.0)
+    with pytest.raises(PeerLostError):
+        member.collective(107.0, fail)
+    assert member.is_fresh(107.9)
+    assert not member.is_fresh(108.1)
+
+
+def test_a_collective_of_another_formation_makes_no_member_fresh(member: Member) -> None:
+    member.collective(100.0)
+    member.collective(101.0)
+    member.machine.bases = (Formation(4, BASE.members),)
+    assert not member.is_fresh(102.0)
+
+
+@pytest.mark.parametrize(
+    ("found", "after_s", "is_lost"),
+    [
+        (OTHER, 1.0, False),
+        ("", 1.0, True),
+        ("127.0.0.1:2/successor", 1.0, True),
+        ("", -1.0, False),  # it did not listen yet
+        ("127.0.0.1:2/predecessor", -1.0, False),
+    ],
+)
+def test_one_is_dead_when_it_listens_no_more(
+    member: Member, found: str, after_s: float, is_lost: bool
+) -> None:
+    assert member.is_lost(found, after_s) == is_lost
