@@ -165,20 +165,29 @@ MINORITY = "h1/1", "h2/1", "h3/1"
         ([MINORITY], False),
         ([QUORUM, MINORITY], False),
         ([MINORITY, QUORUM], False),
+        ([("h1/1", "h2/1")], False),  # whose tie the one that proposes cannot break
     ],
 )
 def test_a_member_enters_only_with_a_quorum_of_each_of_its_bases(
     bases: list[tuple[str, ...]], enters: bool
 ) -> None:
-    """Whatever the one that proposes has seen."""
-    machine = Membership("h1/1", ["h1"])
+    """Whatever the one that proposes has seen: of a base that it was not in, it is no witness."""
+    machine = Membership("h1/1", ["h1"], tie_breaker="h0")
     machine.bases = tuple(Formation(number, base) for number, base in enumerate(bases, 1))
     machine.begin()
-    both = "h0/1", "h1/1"
+    both, dead = ("h0/1", "h1/1"), ("h2/1", "h3/1")
     machine.receive(
-        State("h0/1", 1, 1, machine.bases, both[1:], both, (), (), (), True, proposal=both)
+        State("h0/1", 1, 1, machine.bases, both[1:], both, dead, dead, (), True, proposal=both)
     )
     assert (machine.decide() == Formation(1, both)) == enters
+
+
+def test_one_that_is_not_in_the_list_founds_no_job() -> None:
+    machine = Membership("h9/1", ["h0"])
+    machine.begin()
+    machine.lose("h0")
+    assert machine.decide() is None
+    assert machine.objection() == "no member answers at h0"
 
 
 def test_a_proposal_is_that_of_its_round() -> None:
