@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from elastic_world import TIMEOUT_S, Node, World
-from torchrelay.training._membership import Formation, Membership, State
+from torchrelay.training._membership import Formation, Membership, Record, State, resolve
 
 PHASES = ["form", "meet", "heal", "reduce", "vote", "vote"]
 KINDS = {
@@ -196,6 +196,24 @@ def test_a_proposal_is_that_of_its_round() -> None:
     assert machine.decide() == Formation(1, ("h0/1",))
     machine.fail()
     assert machine.state.proposal == ()
+
+
+@pytest.mark.parametrize(
+    ("records", "version", "whole"),
+    [
+        ([(0, False, False), (0, False, False)], 0, [True, False]),  # the first founds the job
+        ([(5, True, True), (6, False, True)], 6, [True, True]),  # one knows that all had voted
+        ([(5, True, True), (5, False, True)], 5, [True, True]),  # nobody knows so
+        ([(5, False, True), (6, False, True)], 6, [False, True]),
+        ([(4, True, True), (6, False, True)], 6, [False, True]),
+        ([(9, False, False), (6, False, True)], 6, [False, True]),  # what was discarded
+    ],
+)
+def test_the_step_in_doubt(
+    records: list[tuple[int, bool, bool]], version: int, whole: list[bool]
+) -> None:
+    known = [Record(*record) for record in records]
+    assert resolve(known) == [Record(version, False, is_whole) for is_whole in whole]
 
 
 def test_of_two_states_the_newer_one_counts() -> None:
