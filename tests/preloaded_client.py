@@ -45,8 +45,11 @@ def open_files(besides: int) -> list[int]:
 
 def main() -> None:
     arguments = [*COMMANDS.get(os.path.basename(sys.argv[0]), []), *sys.argv[1:]]
-    unbuffered = arguments[:1] == ["-u"]
-    script = arguments[unbuffered:]
+    script = list(arguments)
+    while script[:1] == ["-B"]:  # of multiprocessing, where no bytecode is to be written
+        del script[0]
+    unbuffered = script[:1] == ["-u"]
+    script = script[unbuffered:]
 
     def run_new() -> None:
         with open(f"{FOLDER}/interpreter") as file:

@@ -9,6 +9,8 @@ import functools
 import importlib.util
 import itertools
 import multiprocessing
+import multiprocessing.forkserver
+import multiprocessing.spawn
 import os
 import socket
 import subprocess
@@ -29,9 +31,20 @@ from torchrelay.world import World
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-# One clean process imports what most tests use; each rank is forked from it in milliseconds.
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(preloaded.IMPORTED)
+
+
+@functools.cache
+def _start_fork_server() -> None:
+    """Start the process that ranks are forked from, in milliseconds: it is forked itself from one
+    that has imported what most tests use.
+    """
+    interpreter = multiprocessing.spawn.get_executable()
+    _context.set_executable(preloaded.python())
+    try:
+        multiprocessing.forkserver.ensure_running()
+    finally:
+        _context.set_executable(interpreter)
 
 
 @dataclass
@@ -202,6 +215,7 @@ def _start(
     main: Callable[[Any, _HeldWorld, Connection], None], work: object, size: int
 ) -> tuple[list[ForkServerProcess], list[Connection]]:
     """Start ``main`` as ``size`` ranks."""
+    _start_fork_server()
     port = free_port()
     processes, pipes = [], []
     for rank in range(size):

@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import preloaded
 import switching_models as models
 from waiting import eventually
 
@@ -88,7 +88,7 @@ def serve(folder: Path) -> Iterator[Server]:
     (folder / "imports.py").write_text(IMPORTS)
     (folder / "colorsys.py").write_text("raise ImportError('the file beside the models')")
     command = [
-        sys.executable,
+        preloaded.python(),
         "-c",
         "from torchrelay.cli import main; main()",
         "serve",

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 
+import preloaded
 import switching_models as models
 from torchrelay.errors import (
     ModelError,
@@ -595,7 +596,7 @@ with ModelStore() as store:
 @pytest.mark.parametrize("state", ["starting", "running", "copying", "training"])
 def test_a_killed_daemon_leaves_no_worker(state: str) -> None:
     daemon = subprocess.Popen(
-        [sys.executable, "-c", DAEMON, str(MODELS), state], stdout=subprocess.PIPE, text=True
+        [preloaded.python(), "-c", DAEMON, str(MODELS), state], stdout=subprocess.PIPE, text=True
     )
     assert daemon.stdout is not None
     workers = [int(pid) for pid in daemon.stdout.readline().split()]

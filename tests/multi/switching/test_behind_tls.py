@@ -9,7 +9,6 @@ import signal
 import socket
 import ssl
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+import preloaded
 from torchrelay.errors import TorchRelayError
 from torchrelay.switching import Client
 
@@ -46,7 +46,7 @@ def _served(folder: Path, more: str = "") -> Iterator[int]:
     """A server with a key; its port."""
     (folder / "models.toml").write_text(FILE.replace("[server]", f"[server]\n{more}"))
     code = "from torchrelay.cli import main; main()"
-    command = [sys.executable, "-c", code, "serve", str(folder / "models.toml")]
+    command = [preloaded.python(), "-c", code, "serve", str(folder / "models.toml")]
     environ = {**os.environ, "TORCHRELAY_SWITCHING_API_KEY": KEY}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ) as server:
         try:

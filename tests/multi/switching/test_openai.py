@@ -8,7 +8,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +18,7 @@ import pytest
 import torch
 
 import language_models as models
+import preloaded
 from serving import get, post, value
 from waiting import eventually
 
@@ -43,7 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def url(folder: Path) -> Iterator[str]:
-    command = [sys.executable, "-m", "torchrelay", "serve", "--models", str(folder)]
+    command = [preloaded.python(), "-m", "torchrelay", "serve", "--models", str(folder)]
     command += ["--port", "0", "--arena-bytes", "400000", "--workers", "1", "--threads", "1"]
     command += ["--slice-s", "0.01", "--start-timeout-s", "300"]
     environ = {**os.environ, "XDG_CACHE_HOME": str(folder / "no-model")}

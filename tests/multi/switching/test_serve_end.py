@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+import preloaded
 from serving import MODELS, get, post, running, slow_request
 from waiting import eventually
 
@@ -69,7 +70,7 @@ def server(folder: Path, grace_s: float) -> Iterator[tuple[subprocess.Popen[str]
     file = folder / "models.toml"
     file.write_text(FILE.format(grace_s=grace_s))
     process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, "serve", str(file)], stdout=subprocess.PIPE, text=True
+        [preloaded.python(), "-c", PROGRAM, "serve", str(file)], stdout=subprocess.PIPE, text=True
     )
     try:
         assert process.stdout is not None

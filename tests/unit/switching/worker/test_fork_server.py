@@ -94,10 +94,10 @@ def test_workers_are_forked_and_their_ends_reported(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_stopped_server_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_fork_server, "_REPLY_S", 0.1)
     server = server_after("nothing", monkeypatch)
     file = descriptor_of("")
     worker = server.start(Start({}, 0, 1), [file])
+    monkeypatch.setattr(_fork_server, "_REPLY_S", 0.1)
     os.kill(server.process.pid, signal.SIGSTOP)
     worker.kill()
     assert worker.exit_code == -signal.SIGKILL
