@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 
 from grads import grad_of
-from multi.mpi.runner import mpi_test
+from multi.mpi.runner import THREADS, mpi_test
+from multi.mpi.threads import gather
 from torchrelay import mpi
 from torchrelay.errors import ArgumentError
 from torchrelay.mpi import _library
@@ -122,12 +123,12 @@ def _mpi() -> Any:
 
 
 def everyone(value: Any) -> list[Any]:
-    """Return all ranks' values, gathered by mpi4py or c10d itself."""
+    """Return all ranks' values, gathered by mpi4py, c10d or their threads themselves."""
     if dist.is_initialized():
         values = [None] * dist.get_world_size()
         dist.all_gather_object(values, value)
         return values
-    return [value] if _library.MPI is None else _mpi().allgather(value)
+    return gather(value) if _library.MPI is None else _mpi().allgather(value)
 
 
 def _sum(x: Tensor) -> Tensor:
@@ -201,7 +202,6 @@ Differentiable = Callable[[mpi.Communicator, Tensor], Tensor]
 
 
 def stacked(comm: mpi.Communicator, dtype: torch.dtype) -> Tensor:
-    torch.manual_seed(0)  # all ranks draw the same cotangents
     return torch.stack(inputs([(2, 2)] * comm.size, dtype)).requires_grad_()
 
 
@@ -232,7 +232,15 @@ def check_complex_gradient(comm: mpi.Communicator, function: Differentiable) -> 
 
 def check_second_derivative(comm: mpi.Communicator, function: Differentiable) -> None:
     whole = as_one_process(lambda x: function(comm, x), comm)
-    assert gradgradcheck(whole, stacked(comm, torch.float64), fast_mode=True)
+    check_second_order(whole, stacked(comm, torch.float64))
+
+
+def check_second_order(whole: Function, every: Tensor) -> None:
+    """Check the second derivative under cotangents that all ranks hold alike."""
+    with torch.no_grad():
+        shape = whole(every).shape
+    (cotangent,) = inputs([shape], every.dtype, seed=2)
+    assert gradgradcheck(whole, every, cotangent.requires_grad_(), fast_mode=True)
 
 
 def derivative_tests(
@@ -240,23 +248,27 @@ def derivative_tests(
 ) -> tuple[Callable[..., None], ...]:
     """Return the four tests that the functions of a file have in common, each by its own name.
 
-    Those named in ``reverse_only`` have no forward mode.
+    Those named in ``reverse_only`` have no forward mode. A derivative does not depend on what moves
+    the bytes: :func:`check` compares gradients over every backend.
     """
 
-    @mpi_test(DERIVATIVE_SIZES, name=functions)
+    @mpi_test(DERIVATIVE_SIZES, on=THREADS, name=functions)
     def test_gradient(comm: mpi.Communicator, name: str) -> None:
         check_gradient(comm, functions[name])
 
-    @mpi_test(DERIVATIVE_SIZES, name=[name for name in functions if name not in reverse_only])
+    @mpi_test(
+        DERIVATIVE_SIZES,
+        on=THREADS,
+        name=[name for name in functions if name not in reverse_only],
+    )
     def test_forward_mode(comm: mpi.Communicator, name: str) -> None:
         check_forward_mode(comm, functions[name])
 
-    @mpi_test((1, 2), name=for_complex(functions))
+    @mpi_test((1, 2), on=THREADS, name=for_complex(functions))
     def test_complex_gradient(comm: mpi.Communicator, name: str) -> None:
         check_complex_gradient(comm, functions[name])
 
-    # Differentiates the calls of the first again, which each backend runs there.
-    @mpi_test(DERIVATIVE_SIZES, on=("sml",), name=functions)
+    @mpi_test(DERIVATIVE_SIZES, on=THREADS, name=functions)
     def test_second_derivative(comm: mpi.Communicator, name: str) -> None:
         check_second_derivative(comm, functions[name])
 

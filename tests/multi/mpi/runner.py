@@ -366,11 +366,15 @@ def run_in_group(world: Any, folder: str, backend: str) -> None:
 def run_in_threads(world: Any, folder: str, size: int) -> None:
     """Run the tests as ranks that are threads."""
     modules = _prepare(folder, __name__)
-    from multi.mpi.threads import prepare_threads
+    from multi.mpi.threads import prepare_threads, start_rank
     from torchrelay.mpi._threads import run_ranks
 
+    def run_rank(comm: Any) -> None:
+        start_rank(comm)
+        _run_calls(folder, comm, modules)
+
     prepare_threads()
-    for error in run_ranks(size, lambda comm: _run_calls(folder, comm, modules)):
+    for error in run_ranks(size, run_rank):
         if error is not None:
             raise error
 

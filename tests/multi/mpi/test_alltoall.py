@@ -17,7 +17,7 @@ from multi.mpi.reference import (
     inputs,
     ragged,
 )
-from multi.mpi.runner import mpi_test
+from multi.mpi.runner import THREADS, mpi_test
 from torchrelay.mpi import Communicator
 from torchrelay.mpi._settings import changed
 
@@ -76,7 +76,7 @@ test_gradient, test_forward_mode, test_complex_gradient, test_second_derivative 
 )
 
 
-@mpi_test(DERIVATIVE_SIZES, name=("Alltoall",))
+@mpi_test(DERIVATIVE_SIZES, on=THREADS, name=("Alltoall",))
 def test_func_grad_jvp_vmap(comm: Communicator, name: str) -> None:
     check_transforms(comm, FUNCTIONS[name])
 

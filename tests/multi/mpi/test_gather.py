@@ -18,7 +18,7 @@ from multi.mpi.reference import (
     inputs,
     ragged,
 )
-from multi.mpi.runner import mpi_test
+from multi.mpi.runner import THREADS, mpi_test
 from torchrelay.mpi import Communicator
 from torchrelay.mpi._settings import changed
 
@@ -57,7 +57,7 @@ test_gradient, test_forward_mode, test_complex_gradient, test_second_derivative 
 )
 
 
-@mpi_test(DERIVATIVE_SIZES, name=("Gather",))
+@mpi_test(DERIVATIVE_SIZES, on=THREADS, name=("Gather",))
 def test_func_grad_jvp_vmap(comm: Communicator, name: str) -> None:
     check_transforms(comm, FUNCTIONS[name])
 

@@ -15,7 +15,7 @@ from multi.mpi.reference import (
     check_transforms,
     derivative_tests,
 )
-from multi.mpi.runner import mpi_test
+from multi.mpi.runner import THREADS, mpi_test
 from torchrelay import mpi
 from torchrelay.errors import ArgumentError
 from torchrelay.mpi import Communicator
@@ -165,7 +165,7 @@ test_gradient, test_forward_mode, test_complex_gradient, test_second_derivative 
 )
 
 
-@mpi_test(DERIVATIVE_SIZES, name=("Sendrecv",))
+@mpi_test(DERIVATIVE_SIZES, on=THREADS, name=("Sendrecv",))
 def test_func_grad_jvp_vmap(comm: Communicator, name: str) -> None:
     check_transforms(comm, FUNCTIONS[name])
 

@@ -22,7 +22,7 @@ from multi.mpi.reference import (
     inputs,
     ops_of,
 )
-from multi.mpi.runner import mpi_test
+from multi.mpi.runner import THREADS, mpi_test
 from torchrelay import mpi
 from torchrelay.mpi import Communicator
 from torchrelay.mpi._settings import changed
@@ -81,7 +81,7 @@ test_gradient, test_forward_mode, test_complex_gradient, test_second_derivative 
 )
 
 
-@mpi_test(DERIVATIVE_SIZES, name=("Scan",))
+@mpi_test(DERIVATIVE_SIZES, on=THREADS, name=("Scan",))
 def test_func_grad_jvp_vmap(comm: Communicator, name: str) -> None:
     check_transforms(comm, FUNCTIONS[name])
 
@@ -97,7 +97,7 @@ def product_scans(comm: Communicator) -> Iterator[tuple[str, Callable[[Tensor], 
     yield "Exscan", lambda x: loss(comm.Exscan(x, mpi.MPI_PROD))
 
 
-@mpi_test((2,))
+@mpi_test((2,), on=THREADS)
 def test_second_derivatives_of_scans_of_products(comm: Communicator) -> None:
     """Against the Hessian that one process computes of all ranks' tensors."""
     n, r = comm.size, comm.rank

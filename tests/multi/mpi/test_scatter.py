@@ -19,7 +19,7 @@ from multi.mpi.reference import (
     inputs,
     ragged,
 )
-from multi.mpi.runner import mpi_test
+from multi.mpi.runner import THREADS, mpi_test
 from torchrelay.errors import MismatchError
 from torchrelay.mpi import Communicator
 from torchrelay.mpi._settings import changed
@@ -61,7 +61,7 @@ test_gradient, test_forward_mode, test_complex_gradient, test_second_derivative 
 )
 
 
-@mpi_test(DERIVATIVE_SIZES, name=("Scatter",))
+@mpi_test(DERIVATIVE_SIZES, on=THREADS, name=("Scatter",))
 def test_func_grad_jvp_vmap(comm: Communicator, name: str) -> None:
     check_transforms(comm, FUNCTIONS[name])
 

@@ -1,4 +1,6 @@
-"""Torch for ranks that are threads: forward mode for each of them, and no deadlock of its own."""
+"""Torch for ranks that are threads: forward mode for each of them, and no deadlock of its own; and
+what gathers their values.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,32 @@ import torch
 from torch._functorch import eager_transforms
 from torch.autograd import forward_ad
 
-__all__ = ["prepare_threads"]
+from torchrelay.mpi import Communicator
+
+__all__ = ["gather", "prepare_threads", "start_rank"]
+
+
+class _Rank(threading.local):
+    transport: Any = None  # beside that of the tests
+
+
+_rank = _Rank()
+
+
+def start_rank(comm: Communicator) -> None:
+    """Let this thread :func:`gather` with the other ranks of ``comm``."""
+    _rank.transport = comm.transport.duplicate()
+
+
+def gather(value: Any) -> list[Any]:
+    """Return the values of all ranks that are threads; of a process that has none, its own."""
+    if _rank.transport is None:
+        return [value]
+    found: list[Any] = []
+    (meeting,) = _rank.transport._meet(value, found.extend)
+    while not meeting.Test():
+        pass  # it sleeps until a rank passes something
+    return found
 
 
 class _Depth(threading.local):
