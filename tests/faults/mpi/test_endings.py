@@ -9,18 +9,29 @@ import os
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
 from multi.mpi.runner import GROUPS, LIBRARIES, SCRIPT_HEAD, SCRIPT_S, mpirun, prefix, run_script
 
-pytestmark = [
-    pytest.mark.parametrize("library", [*LIBRARIES, *GROUPS]),
-    pytest.mark.timeout(SCRIPT_S + 60),
-]
+EVERY = (*LIBRARIES, *GROUPS)
+on_every = pytest.mark.parametrize("library", EVERY)
+pytestmark = pytest.mark.timeout(SCRIPT_S + 60)
 
 
+def pairs(names: Iterable[str], everywhere: Iterable[str]) -> pytest.MarkDecorator:
+    """Run each case over an MPI and a group, and those of ``everywhere`` over the others too."""
+    found = [
+        pytest.param(library, name, id=f"{name}-{library}")
+        for name in names
+        for library in (EVERY if name in everywhere else ("openmpi", "sml"))
+    ]
+    return pytest.mark.parametrize(("library", "name"), found)
+
+
+@on_every
 def test_rank_that_exits_is_not_waited_for(library: str, tmp_path: Path) -> None:
     body = """
         if comm.rank == 0:
@@ -35,6 +46,7 @@ def test_rank_that_exits_is_not_waited_for(library: str, tmp_path: Path) -> None
         assert "Allreduce(SUM) on COMM_WORLD cannot complete, because rank 0 ended" in job.output
 
 
+@on_every
 def test_rank_that_ends_after_its_part_is_not_blamed(library: str, tmp_path: Path) -> None:
     """Rank 0 has sent what the others wait for; rank 1 is late, and rank 2 waits for it."""
     body = """
@@ -80,7 +92,7 @@ MISMATCHES = {
 }
 
 
-@pytest.mark.parametrize("name", MISMATCHES)
+@pairs(MISMATCHES, ["operations"])  # large ones, which a library moves by itself
 def test_calls_that_do_not_match_end_on_every_rank(library: str, tmp_path: Path, name: str) -> None:
     calls, named = MISMATCHES[name]
     body = f"""
@@ -100,17 +112,17 @@ except MismatchError as error:
     assert job.output.count(": refused") == 2, job.output
 
 
-@pytest.mark.parametrize(
-    "receive",
-    [
-        "comm.Sendrecv(x, 0, 0, like=torch.empty(5))",
-        # Of another size, but whole elements: where they are not, MPICH itself aborts the job.
-        "comm.Recv(torch.empty(8, dtype=torch.int16), 0)",
-        "comm.Irecv(torch.empty(5), 0).Wait()",
-        "comm.Recv(torch.empty(2), 0)",
-    ],
-)
-def test_message_of_another_length(library: str, tmp_path: Path, receive: str) -> None:
+RECEIVES = {
+    "of longer messages": "comm.Recv(torch.empty(2), 0)",
+    # Of another size, but whole elements: where they are not, MPICH itself aborts the job.
+    "of another dtype": "comm.Recv(torch.empty(8, dtype=torch.int16), 0)",
+    "in two steps": "comm.Irecv(torch.empty(5), 0).Wait()",
+    "of both": "comm.Sendrecv(x, 0, 0, like=torch.empty(5))",
+}
+
+
+@pairs(RECEIVES, ["of longer messages", "of another dtype"])
+def test_message_of_another_length(library: str, tmp_path: Path, name: str) -> None:
     body = f"""
         from torchrelay.errors import MismatchError, PeerLostError
         if comm.rank == 0:
@@ -121,7 +133,7 @@ def test_message_of_another_length(library: str, tmp_path: Path, receive: str) -
                 say("was told")
                 raise
         try:
-            {receive}
+            {RECEIVES[name]}
         except MismatchError as error:
             say("refused")
             raise
@@ -131,6 +143,7 @@ def test_message_of_another_length(library: str, tmp_path: Path, receive: str) -
     assert "rank 1: refused" in job.output and "rank 0: was told" in job.output, job.output
 
 
+@on_every
 def test_waiting_ends_at_an_interrupt(library: str, tmp_path: Path) -> None:
     """Large calls too, which may block in MPI, but not before all ranks are there."""
     body = """
@@ -149,6 +162,7 @@ def test_waiting_ends_at_an_interrupt(library: str, tmp_path: Path) -> None:
     assert job.code != 0 and "rank 0: interrupted" in job.output, job.output
 
 
+@on_every
 def test_worker_processes_are_no_ranks(library: str, tmp_path: Path) -> None:
     """DataLoader's workers import the script again, with the environment of the rank that started
     them.
@@ -213,9 +227,9 @@ REFUSED = {
 }
 
 
-def test_worlds_of_one_process_each_are_refused(library: str) -> None:
-    if library != "openmpi":
-        pytest.skip("the same for every MPI")
+def test_worlds_of_one_process_each_are_refused() -> None:
+    """The same for every MPI."""
+    prefix("openmpi")
     environment = {
         key: value
         for key, value in os.environ.items()
@@ -255,9 +269,8 @@ for added in json.load(sys.stdin):
     assert job.returncode != 0 and "UnavailableError: WORLD_SIZE=2" in job.stderr
 
 
-def test_mpi4py_imported_by_ranks_of_a_group_is_no_world(library: str, tmp_path: Path) -> None:
-    if library != "sml":
-        pytest.skip("the same for every group")
+def test_mpi4py_imported_by_ranks_of_a_group_is_no_world(tmp_path: Path) -> None:
+    """The same for every group."""
     prefix("openmpi")
     script = tmp_path / "script.py"
     script.write_text("""
@@ -270,17 +283,16 @@ assert comm.Allreduce(torch.ones(()), mpi.MPI_SUM) == comm.size == 2
 """)
     for environ in ({}, {"TORCHELASTIC_RUN_ID": "1", "PMIX_RANK": "0"}):
         environ["OMPI_MCA_btl"] = "self"  # leaves no shared memory behind
-        job = mpirun(library, 2, str(script), timeout_s=SCRIPT_S, **environ)
+        job = mpirun("sml", 2, str(script), timeout_s=SCRIPT_S, **environ)
         assert job.code == 0, job.output
 
 
-def test_launcher_of_the_other_mpi_is_refused(library: str, tmp_path: Path) -> None:
-    if library != "openmpi":
-        pytest.skip("MPICH itself aborts under Open MPI's launcher")
+def test_launcher_of_the_other_mpi_is_refused(tmp_path: Path) -> None:
+    """MPICH itself aborts under Open MPI's launcher."""
     other = prefix("mpich")
     script = tmp_path / "script.py"
     script.write_text("import torchrelay.mpi\nprint('must not get here')\n")
-    command = ("-n", "2", str(prefix(library) / "bin" / "python"), str(script))
+    command = ("-n", "2", str(prefix("openmpi") / "bin" / "python"), str(script))
     environment = {
         **os.environ,
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
@@ -299,10 +311,9 @@ def test_launcher_of_the_other_mpi_is_refused(library: str, tmp_path: Path) -> N
     assert "UnavailableError" in job.stderr and "mpirun -n 2" in job.stderr, job.stderr
 
 
+@pytest.mark.parametrize("library", GROUPS)  # the launchers of MPI set more than this
 def test_a_setting_of_pmix_makes_no_worker(library: str, tmp_path: Path) -> None:
     """As images with Open MPI have; ``multiprocessing`` starts the ranks of groups here."""
-    if library not in ("sml", "gloo"):
-        pytest.skip("the launchers of MPI set more than this")
     script = tmp_path / "script.py"
     script.write_text(SCRIPT_HEAD + "assert comm.Allreduce(x, mpi.MPI_SUM).tolist() == [2.0] * 3\n")
     job = mpirun(library, 2, str(script), timeout_s=SCRIPT_S, PMIX_MCA_gds="hash")

@@ -17,8 +17,8 @@ SCRIPT = Path(__file__).parents[3] / "benchmarks" / "soak_parameters.py"
     "arguments",
     [
         ["--starts", "6", "--seconds", "0"],
-        ["--starts", "0", "--seconds", "12"],
-        ["--starts", "0", "--seconds", "12", "--rule", "add"],
+        ["--starts", "0", "--seconds", "5"],
+        ["--starts", "0", "--seconds", "5", "--rule", "add"],
     ],
 )
 def test_nothing_is_lost_doubled_or_leaked(arguments: list[str]) -> None:
