@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from torchrelay import _native
 from torchrelay.errors import ArgumentError
@@ -123,10 +124,14 @@ NATIVE = _native_table()
 
 
 def check_tensor(x: object) -> None:
-    """Raise :class:`ArgumentError` if ``x`` is no tensor."""
+    """Raise :class:`ArgumentError` if ``x`` is no tensor, or one that has no shape."""
     if not isinstance(x, Tensor):
         remedy = f"; pass torch.tensor({x!r})" if isinstance(x, int | float | complex) else ""
         raise ArgumentError(f"a tensor is needed, not {type(x).__name__}{remedy}")
+    if isinstance(x, UninitializedParameter | UninitializedBuffer):
+        raise ArgumentError("an uninitialized parameter has no values; call its module once before")
+    if x.is_nested:
+        raise ArgumentError("a nested tensor has no shape; communicate the tensors inside")
 
 
 def is_integer(given: object) -> bool:

@@ -343,7 +343,7 @@ def record(call: Call, x: Tensor) -> Tensor:
     """Run ``call`` on ``x``, recorded in the graph if grad mode is on."""
     if is_compiling():
         return _compiled.communicate(call, x, record)
-    if type(x) is not Tensor:
+    if type(x) is not Tensor or x.is_nested:
         x = _plain(call, x)
     try:
         if _torch.profiling():
@@ -368,7 +368,7 @@ def _plain(call: Call, x: Tensor) -> Tensor:
     """Return the plain tensor in ``x``, with its history.
 
     Raises:
-        ArgumentError: its class has no memory of its own, as DTensor; or it is no tensor.
+        ArgumentError: its class has no memory of its own, as DTensor; or it is nested or no tensor.
     """
     check_tensor(x)
     x = _torch.waited(x)

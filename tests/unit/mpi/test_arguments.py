@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +17,20 @@ from torchrelay.mpi._settings import changed
 from torchrelay.mpi._threads import run_ranks
 
 SIZE = 3
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # that this layout is a prototype
+    NESTED = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])
 WRONG: dict[str, list[Any]] = {
-    "tensor": [None, [1.0], torch.ones(2).to_sparse(), torch.ones(3, 2, dtype=torch.uint16)],
+    "tensor": [
+        None,
+        [1.0],
+        torch.ones(2).to_sparse(),
+        torch.ones(3, 2, dtype=torch.uint16),
+        torch.ones(3, 2, device="meta"),
+        torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged),
+        NESTED,
+        torch.nn.parameter.UninitializedParameter(),
+    ],
     "like": [[1.0], torch.ones(3, 2, dtype=torch.uint16), torch.ones(3, 2, dtype=torch.int64)],
     "op": [None, "sum", mpi.MPI_BAND],
     "root": [None, "x", SIZE, -1],
