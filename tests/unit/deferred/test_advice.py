@@ -50,6 +50,14 @@ class _Holds(nn.Module):
         self.register_buffer("value", make())
 
 
+class _Marked(nn.Parameter):
+    """As those of bitsandbytes."""
+
+
+def _marked() -> torch.Tensor:
+    return torch.Tensor._make_subclass(_Marked, torch.ones(3), False)
+
+
 def _materialized(make: Callable[[], torch.Tensor], **options: Any) -> torch.Tensor:
     module = deferred_init(_Holds, make)
     materialize_module(module, **options)
@@ -173,6 +181,21 @@ _WRONG = {
             torch.tensor(deferred_init(_Holds, lambda: torch.ones(3)).value.tolist()),
             torch.ones(3),
         ),
+    ),
+    "sizes in a tensor": _Wrong(
+        lambda: _materialized(lambda: torch.arange(3).tensor_split(torch.tensor([1]))[1]),
+        r"tolist\(\)",
+        _same(lambda: torch.arange(3).tensor_split(torch.tensor([1]).tolist())[1]),
+    ),
+    "a storage": _Wrong(
+        lambda: _materialized(lambda: torch.tensor(torch.ones(3).untyped_storage().tolist())),
+        r"tolist\(\)",
+        _same(lambda: torch.tensor(torch.ones(3).tolist())),
+    ),
+    "a parameter of a class of its own": _Wrong(
+        lambda: _materialized(_marked),
+        "outside of deferred_init",
+        _outside(_marked),
     ),
     "a quantized tensor": _Wrong(
         lambda: _materialized(_quantized),
