@@ -6,11 +6,12 @@ import io
 import json
 import os
 import pickle
+import shutil
 import warnings
 import zipfile
 from collections import deque
-from collections.abc import Callable, Mapping
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
 from typing import Any
 
 import numpy as np
@@ -196,8 +197,30 @@ def _write_dcp(state: dict[str, Any], target: str) -> list[str]:
         warnings.filterwarnings(
             "ignore", "torch.distributed is disabled, unavailable or uninitialized"
         )
-        dcp.save(state, checkpoint_id=target, no_dist=True)
+        with _writing(target):
+            try:
+                dcp.save(state, checkpoint_id=target, no_dist=True)
+            except dcp.CheckpointException as error:  # of this process alone
+                (cause, _), *_ = error.failures.values()
+                raise (cause.__context__ or cause) from None
     return [key for key, leaf in flatten(state, expand=True).items() if leaf.is_empty]
+
+
+@contextmanager
+def _writing(target: str) -> Iterator[None]:
+    """Convert errors of writing ``target``, and remove what was written of it."""
+    try:
+        with storage_errors(f"writing {target}"):
+            try:
+                yield
+            except RuntimeError as error:  # torch's writer ends with one, if the file is not whole
+                raise (error.__context__ or error) from None
+    except BaseException:
+        if os.path.isdir(target):
+            shutil.rmtree(target)
+        elif os.path.exists(target):
+            os.unlink(target)
+        raise
 
 
 def _write_torch(state: dict[str, Any], target: str) -> list[str]:
@@ -215,8 +238,9 @@ def _write_torch(state: dict[str, Any], target: str) -> list[str]:
         if not isinstance(leaf.value, torch.Tensor) and not _is_read(leaf.value):
             originals[key] = path, encode(key, leaf.value)
             put(state, leaf.path, _similar(leaf.value))
-    with storage_errors(f"writing {target}"):
-        torch.save(state, target)
+    with _writing(target):
+        with open(target, "wb") as file:
+            torch.save(state, file)
         if originals:
             with zipfile.ZipFile(target, "a") as archive:
                 archive.writestr(_originals_name(archive), json.dumps([*originals.values()]))
@@ -280,6 +304,7 @@ def _similar(value: Any) -> Any:  # noqa: PLR0911 - one for each kind
 def _write_safetensors(state: dict[str, Any], target: str, max_file_bytes: int) -> list[str]:
     """Write the tensors of a state; return the keys of values that are not tensors."""
     try:
+        from safetensors import SafetensorError  # noqa: PLC0415
         from safetensors.torch import save_file  # noqa: PLC0415
     except ImportError:
         raise UnavailableError("safetensors is missing; pip install safetensors") from None
@@ -306,7 +331,7 @@ def _write_safetensors(state: dict[str, Any], target: str, max_file_bytes: int) 
             f"{', '.join(left_out[:3])}"
         )
     groups = grouped(tensors, (tensor.nbytes for tensor in tensors.values()), max_file_bytes)
-    with storage_errors(f"writing {target}"):
+    with _writing(target), storage_errors(f"writing {target}", SafetensorError):
         os.makedirs(target)
         weights: dict[str, str] = {}
         for number, keys in enumerate(groups, 1):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from typer.testing import CliRunner
 
 from torchrelay.checkpoint import load, save
-from torchrelay.checkpoint._tools import read_state
+from torchrelay.checkpoint._tools import FORMATS, read_state
 from torchrelay.checkpoint.state._state import flatten
 from torchrelay.cli import app
 from torchrelay.errors import ArgumentError, CorruptionError, StorageError
@@ -208,6 +209,20 @@ def test_a_folder_of_checkpoints_and_a_file_of_torch_name_what_to_do(tmp_path: P
     other = torch.nn.Linear(2, 2)
     load(other, tmp_path / "m")
     assert torch.equal(other.weight, model.weight)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("to", FORMATS)
+def test_what_cannot_be_written_is_one_sentence_and_leaves_nothing(to: str, tmp_path: Path) -> None:
+    save({"weight": torch.ones(1 << 15)}, tmp_path / "ours")
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, unlimited[1]))
+    try:
+        error = _run("convert", tmp_path / "ours", tmp_path / "other", "--to", to).exception
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    assert isinstance(error, StorageError) and "File too large" in str(error)
+    assert not (tmp_path / "other").exists()
 
 
 def test_convert_saves_in_one_process_of_a_launcher(
