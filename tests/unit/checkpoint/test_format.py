@@ -346,6 +346,9 @@ def test_paths_of_bytes_and_of_other_types(tmp_path: Path) -> None:
     for call in (lambda: save({"a": 1}, 7), lambda: load({"a": 1}, None), lambda: latest([])):  # type: ignore[arg-type, call-overload]
         with pytest.raises(ArgumentError, match="the path of a checkpoint is a string or a path"):
             call()
+    for call in (lambda: save({"a": 1}, "a\0b"), lambda: load({"a": 1}, "a\0b")):
+        with pytest.raises(ArgumentError, match="null character"):
+            call()
 
 
 def test_tied_tensors_are_stored_once_and_stay_tied(tmp_path: Path) -> None:

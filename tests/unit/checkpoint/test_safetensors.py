@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from torchrelay import _native
 from torchrelay.checkpoint import Reader, load, save, verify
 from torchrelay.cli import app
-from torchrelay.errors import TorchRelayError, UnsupportedError
+from torchrelay.errors import CorruptionError, TorchRelayError, UnsupportedError
 
 # Of the format, but not of torch; one that no version has; one of half a byte more than torch has.
 UNKNOWN = {
@@ -104,3 +104,10 @@ def test_small_floats_are_read_as_safetensors_reads_them(
     for other in (torch.uint8, torch.float32):
         with pytest.raises(TorchRelayError, match=f"'scale' is {str(dtype).split('.')[1]} of"):
             load({"scale": torch.zeros(2, 3, dtype=other)}, tmp_path)
+
+
+def test_a_pointer_of_git_lfs_is_named(tmp_path: Path) -> None:
+    pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 12345\n"
+    (tmp_path / "model.safetensors").write_text(pointer)
+    with pytest.raises(CorruptionError, match=r"model\.safetensors: a pointer.*git lfs pull"):
+        load({"a": torch.zeros(2)}, tmp_path)

@@ -150,6 +150,10 @@ def _header_text(folder: Folder, name: str, where: str, file_bytes: int) -> byte
                 f"{where}: a zip archive, as torch.save writes; convert it with 'torchrelay "
                 f"checkpoint convert {where} FOLDER --to torchrelay', and load FOLDER"
             )
+        if first == b"version ":  # https://git-lfs.github.com/spec/v1
+            raise CorruptionError(
+                f"{where}: a pointer of Git LFS, not what it points to; run 'git lfs pull'"
+            )
         raise CorruptionError(
             f"{where}: not a safetensors file (it claims a header of {size} bytes)"
         )

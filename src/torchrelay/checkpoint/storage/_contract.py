@@ -251,7 +251,7 @@ def text_of(path: Path) -> str:
     """Return a path or URL as text.
 
     Raises:
-        ArgumentError: it is empty, or not a path.
+        ArgumentError: it is empty, has a null character, or is not a path.
     """
     try:
         text = os.fsdecode(path)
@@ -261,6 +261,8 @@ def text_of(path: Path) -> str:
         ) from None
     if not text:
         raise ArgumentError("the path of a checkpoint is empty")
+    if "\0" in text:
+        raise ArgumentError(f"the path of a checkpoint has a null character: {text!r}")
     return text
 
 
