@@ -202,7 +202,15 @@ class _TableModule(nn.Module):
         """Let the weight have the device and dtype that the model was moved to; rows stay."""
 
         def apply(tensor: Tensor) -> Tensor:
-            return fn(tensor.stand_in() if isinstance(tensor, TableWeight) else tensor)
+            if not isinstance(tensor, TableWeight):
+                return fn(tensor)
+            applied = fn(tensor.stand_in())
+            if applied.is_meta:
+                raise UnsupportedError(
+                    f"{type(self).__name__} over a table cannot go to the device meta: its rows "
+                    "stay in host memory; put to_torch() in the module's place"
+                )
+            return applied
 
         moved = super()._apply(apply, recurse)  # type: ignore[no-untyped-call]
         self.table.lookup_dtype = self.weight.dtype
@@ -270,7 +278,7 @@ class _TableModule(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UnsupportedError(
-            f"a {type(self).__name__} over a table cannot be copied or pickled: the processes of a "
+            f"{type(self).__name__} over a table cannot be copied or pickled: the processes of a "
             "job share its rows. Save the model's state_dict(); for a copy, an average (EMA) or "
             "inference elsewhere, put to_torch() in the module's place: it has the rows in a torch "
             "module of its own"

@@ -229,7 +229,7 @@ _CASES = {
             [save({"x": n}, path / name) for n, name in enumerate(["a-1", "a-2", "a-3-ema"])],
             load({"x": 0}, path),
         ),
-        r"give the path of one of them, or that of latest\(folder, pattern='a-\*'\)",
+        r"give the path of one of them, or that of latest\(folder, pattern='a-\*-ema'\)",
         lambda path: (
             load({"x": 0}, path / "a-1"),
             _same(latest(path, pattern="a-*"), str(path / "a-2")),
@@ -270,6 +270,18 @@ _CASES = {
         "convert it with 'torchrelay checkpoint convert .* FOLDER --to torchrelay', and load",
         lambda path: (
             convert(str(path / "x.safetensors"), str(path / "y"), "torchrelay", 1 << 30),
+            load({"w": torch.zeros(2)}, path / "y"),
+        ),
+    ),
+    "a folder with a file of torch.save": _Wrong(
+        lambda path: (
+            _torch_save({"w": torch.ones(2)}, path / "pytorch_model.bin"),
+            load({"w": torch.zeros(2)}, path),
+        ),
+        "if pytorch_model.bin is a file of torch.save, convert it with 'torchrelay checkpoint "
+        "convert .*pytorch_model.bin FOLDER --to torchrelay', and load FOLDER",
+        lambda path: (
+            convert(str(path / "pytorch_model.bin"), str(path / "y"), "torchrelay", 1 << 30),
             load({"w": torch.zeros(2)}, path / "y"),
         ),
     ),

@@ -250,6 +250,12 @@ _WRONG = {
     "a scaler of another model": _Wrong(
         _scaled, r"e.g. \(loss \* factor\).sum\(\)", _scaler_of_another, HALF
     ),
+    "the device meta": _Wrong(
+        lambda opened: opened(_ones()).to("meta"),
+        r"put to_torch\(\) in the module's place",
+        lambda opened: _to_torch(opened, lambda one: torch.tensor([one.to("meta")(KEYS).is_meta])),
+        torch.tensor([True]),
+    ),
     "the second order": _Wrong(
         _second_order,
         "take torch.autograd.grad with respect to other tensors",

@@ -41,6 +41,7 @@ __all__ = ["Snapshot", "check_complete", "open_checkpoint"]
 _SINGLE = "model.safetensors"  # Hugging Face's, of a model in one file
 _SHARDING = "DCP_SHARDING_INFO"  # in the metadata of files of DCP's Hugging Face writer
 _CONFIG = "config.json"
+_PICKLES = (".bin", ".ckpt", ".pt", ".pth")  # of files that torch.save may have written
 _ADAPTER = "adapter_model"  # what the files of peft begin with
 _NUMBERED = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.safetensors")
 
@@ -130,6 +131,11 @@ def open_checkpoint(path: Path) -> tuple[Folder, Callable[[], Manifest]]:
     if newest := _catalog.newest_inside(local):
         what = (
             f"not a checkpoint, but a folder of them; the newest is {os.path.join(local, newest)}"
+        )
+    elif pickles := [name for name in sorted(names) if name.endswith(_PICKLES)]:
+        what += (
+            f"; if {pickles[0]} is a file of torch.save, convert it with 'torchrelay checkpoint "
+            f"convert {os.path.join(local, pickles[0])} FOLDER --to torchrelay', and load FOLDER"
         )
     elif not os.path.isdir(local):
         what = "there is no checkpoint here"

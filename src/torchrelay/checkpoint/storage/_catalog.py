@@ -194,7 +194,9 @@ def _newest(parent: Path, pattern: str | None = None) -> str | None:
             for group, path in chosen.items()
         ]
         what = "several series of checkpoints" if numbered else "several checkpoints of no series"
-        advice = f", or that of latest(folder, pattern={min(numbered)!r})" if numbered else ""
+        advice = (
+            f", or that of latest(folder, pattern={next(iter(numbered))!r})" if numbered else ""
+        )
         raise ArgumentError(
             f"{text_of(parent)}: the folder holds {what}: {', '.join(names[:_SHOWN])}"
             + (", ..." if len(names) > _SHOWN else "")
