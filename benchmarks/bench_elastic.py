@@ -13,7 +13,6 @@
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import os
 import random
@@ -29,7 +28,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from report import free_port, table, write
+from report import free_port, milliseconds, parser_of, table, write
 from torch import nn
 
 from torchrelay.training import Elastic, Step
@@ -229,17 +228,8 @@ def step(times: int) -> dict[str, list[float]]:
     return took_s
 
 
-def milliseconds(values: list[float]) -> list[str]:
-    """Median, 99th percentile and most."""
-    ordered = sorted(values)
-    p99 = ordered[max(0, -(-99 * len(ordered) // 100) - 1)]
-    return [f"{1e3 * value:.0f} ms" for value in (statistics.median(ordered), p99)]
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--smoke", action="store_true", help="little of each; writes nothing")
-    is_smoke = parser.parse_args().smoke
+    is_smoke = parser_of(__doc__, "little of each; writes nothing").parse_args().smoke
     random.seed(0)
     load = os.getloadavg()[0]
     parts = []
@@ -253,9 +243,9 @@ def main() -> None:
         row = [f"{size_bytes / 1e6:.0f} MB", f"{median_s:.2f} s", f"{share:.0%}"]
         parts.append(table(["state", f"healed over {MBIT} Mbit/s", "share of the link"], [row]))
     kills, sizes = (2, [2]) if is_smoke else (10, [2, 4, 8])
-    rows = [[size, *milliseconds(kill(size, kills))] for size in sizes]
+    rows = [[size, *milliseconds(kill(size, kills))[:2]] for size in sizes]
     parts.append(table(["members", "kill to the next step, p50", "p99"], rows))
-    rows = [[kind, *milliseconds(took)] for kind, took in step(5 if is_smoke else 100).items()]
+    rows = [[kind, *milliseconds(took)[:2]] for kind, took in step(5 if is_smoke else 100).items()]
     parts.append(table(["step of 4.2 million parameters", "p50", "p99"], rows))
     parts.append(
         f"p99 of {kills} kills is the slowest. Load average of the machine: {load:.1f} before, "

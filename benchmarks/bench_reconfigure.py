@@ -14,7 +14,6 @@ import multiprocessing
 import os
 import random
 import signal
-import statistics
 import threading
 import time
 from dataclasses import dataclass, field
@@ -22,7 +21,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
-from report import parser_of, resident_bytes, table, write
+from report import milliseconds, parser_of, resident_bytes, table, write
 
 from torchrelay._group import Op
 from torchrelay._members import Member
@@ -142,12 +141,6 @@ class Pool:
         self.tell("end")
         for process in self.processes:
             process.join()
-
-
-def milliseconds(values: list[float]) -> list[str]:
-    ordered = sorted(values)
-    p99 = ordered[max(0, -(-99 * len(ordered) // 100) - 1)]
-    return [f"{1e3 * value:.0f} ms" for value in (statistics.median(ordered), p99, ordered[-1])]
 
 
 def main() -> None:

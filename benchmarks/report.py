@@ -98,6 +98,13 @@ def spread(values: list[float]) -> str:
     return f"{statistics.median(values):.2f} s ({min(values):.2f} to {max(values):.2f})"
 
 
+def milliseconds(values: list[float]) -> list[str]:
+    """Median, 99th percentile and most of times in seconds, for a table."""
+    ordered = sorted(values)
+    p99 = ordered[max(0, -(-99 * len(ordered) // 100) - 1)]
+    return [f"{1e3 * value:.0f} ms" for value in (statistics.median(ordered), p99, ordered[-1])]
+
+
 def gigabytes(size_bytes: float) -> str:
     return f"{size_bytes / 1e9:.3f} GB"
 
