@@ -12,25 +12,31 @@ Goodput is how many samples the job commits in a second of a member that can wor
 that of the same job before the first fault. A member cannot work from a fault until it is started
 again, thawed or connected. So what the dead would have done is not counted; what the others do
 twice or wait for is, and so is healing. A hang is a minute without a committed step.
+
+What a kind of fault costs is by how much those steps after it, or after the return, are longer than
+the median that take twice as long; and how long the one that returns has not taken a step.
 """
 
 from __future__ import annotations
 
+import bisect
 import os
 import random
 import signal
+import statistics
 import sys
 import time
 import traceback
 import zlib
 from collections import defaultdict
 from dataclasses import dataclass, field
+from itertools import pairwise
 from multiprocessing import Pipe, Process, connection, set_start_method
 from pathlib import Path
 from typing import Any
 
 import torch
-from report import parser_of, table, write
+from report import milliseconds, parser_of, table, write
 
 from torchrelay.training import Elastic, ElasticLoader
 
@@ -97,6 +103,11 @@ class Job:
     members: dict[int, tuple[Process, connection.Connection]] = field(default_factory=dict)
     able: set[int] = field(default_factory=set)
     digests: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
+    committed_s: list[float] = field(default_factory=list)
+    stepped_s: dict[int, float] = field(default_factory=dict)  # by member, of its last step
+    costs_s: dict[str, tuple[list[float], ...]] = field(
+        default_factory=lambda: {kind: ([], [], []) for kind in KINDS}
+    )
     able_s: float = 0.0
     last_s: float = field(default_factory=time.monotonic)
     step_s: float = field(default_factory=time.monotonic)
@@ -129,15 +140,26 @@ class Job:
                 if what == "ready":
                     self.able.add(pipes[ready])
                 elif what == "step":
-                    self.step_s = now_s
+                    self.step_s = self.stepped_s[pipes[ready]] = now_s
+                    if number not in self.digests:
+                        self.committed_s.append(now_s)
                     self.digests[number].add(digest)
                 else:
                     self.wrong += what == "wrong sum"
                     self.failed += what == "failed"
 
-    def fault(self, kind: str, index: int) -> None:
-        """Let a member be away for a while; it comes back."""
+    def excess_s(self, from_s: float, to_s: float) -> float:
+        """Return by how much the slow steps of a time were longer than the median of all so far."""
+        median_s = statistics.median(b - a for a, b in pairwise(self.committed_s))
+        first = bisect.bisect(self.committed_s, from_s) - 1
+        times_s = [*self.committed_s[first : bisect.bisect(self.committed_s, to_s)], to_s]
+        took_s = [later - former for former, later in pairwise(times_s)]
+        return sum(took - median_s for took in took_s if took > 2 * median_s)
+
+    def fault(self, kind: str, index: int, end_s: float) -> None:
+        """Let a member be away for a while; it comes back, and we watch until ``end_s``."""
         process, _ = self.members[index]
+        lost_s = time.monotonic()
         self.able.discard(index)
         others = [other for other in range(MEMBERS) if other != index]
         if kind == "kill":
@@ -149,14 +171,27 @@ class Job:
             for other in others:
                 self.hosts.cut(index, other)
         self.watch(time.monotonic() + AWAY_S)
+        self.stepped_s.pop(index, None)
+        returns_s = time.monotonic()
         if kind == "kill":
             self.start(index)
-            return
-        if kind == "freeze":
-            os.kill(process.pid or 0, signal.SIGCONT)
         else:
-            self.hosts.mend()
-        self.able.add(index)
+            if kind == "freeze":
+                os.kill(process.pid or 0, signal.SIGCONT)
+            else:
+                self.hosts.mend()
+            self.able.add(index)
+        while index not in self.stepped_s and time.monotonic() < end_s:
+            self.watch(time.monotonic() + 0.05)
+        back_s = time.monotonic()
+        self.watch(end_s)
+        costs = (
+            self.excess_s(lost_s, returns_s),
+            self.excess_s(returns_s, end_s),
+            back_s - returns_s,
+        )
+        for known, cost in zip(self.costs_s[kind], costs, strict=True):
+            known.append(cost)
 
     def rate(self, until_s: float, faults: list[str]) -> tuple[float, int]:
         """Return the samples per second of a member that can work, and the steps, of a time."""
@@ -164,8 +199,7 @@ class Job:
         steps, able_s = len(self.digests), self.able_s
         for kind in faults:
             next_s = time.monotonic() + EVERY_S
-            self.fault(kind, random.choice([*self.members]))
-            self.watch(next_s)
+            self.fault(kind, random.choice([*self.members]), next_s)
         self.watch(until_s)
         done = len(self.digests) - steps
         return BATCH * done / (self.able_s - able_s), done
@@ -204,8 +238,14 @@ def main() -> None:
         ["hangs", job.hangs],
         ["members that raised", job.failed],
     ]
+    costs = [
+        [kind, *(milliseconds(took_s)[0] for took_s in job.costs_s[kind])]
+        for kind in KINDS
+        if job.costs_s[kind][0]
+    ]
     parts = [
         table(["of 8 members", ""], rows),
+        table(["median", "lost by the others", "lost by its return", "until it is back"], costs),
         f"Load average of the machine: {load:.1f} before, {os.getloadavg()[0]:.1f} after; run with "
         f"nice {os.nice(0)}.",
     ]

@@ -47,6 +47,7 @@ class Node:
         self.version, self.digest, self.is_in_doubt = 0, "", False
         self.voted = self.formation
         self.entered_s = self.deadline_s = self.round_s = 0.0
+        self.asked_s, self.answered = -1.0, {name}
         self.lease: tuple[int, float] = (0, 0.0)
         self.published: dict[str, tuple[int, float]] = {}
         self.machine.begin()
@@ -68,12 +69,35 @@ class Node:
                 self.enter("reduce", None)
         elif world.now_s >= self.deadline_s:
             self.fail()
+        elif self.phase in ("reduce", "vote") and world.now_s - self.entered_s > TIMEOUT_S / 4:
+            self.ask()
+
+    def ask(self) -> None:
+        """Ask the others whether they are there, unless that was done since the last collective
+        began.
+        """
+        if self.asked_s > self.entered_s:
+            return
+        asked_s = self.asked_s = self.world.now_s
+        self.answered = {self.name}
+
+        def answer(node: Node) -> None:
+            self.world.send(node.name, self.name, lambda asking: asking.take_answer(node, asked_s))
+
+        for member in self.formation.members:
+            self.world.send(self.name, member, answer)
+
+    def take_answer(self, node: Node, asked_s: float) -> None:
+        if asked_s == self.asked_s:
+            self.answered.add(node.name)
 
     def round(self) -> None:
         world, machine = self.world, self.machine
         for member in sorted(self.machine.known()):
             if world.refuses(self.name, member):
                 machine.lose(member)
+        if self.entered_s < world.now_s - TIMEOUT_S and self.asked_s < world.now_s - TIMEOUT_S / 2:
+            machine.miss({*self.formation.members} - self.answered)
         if world.now_s - self.round_s >= TIMEOUT_S:
             self.round_s = world.now_s
             machine.wait_no_longer()
@@ -155,7 +179,8 @@ class Node:
 
     def start_round(self) -> None:
         now_s = self.world.now_s
-        self.phase, self.round_s = "round", max(self.entered_s, now_s - 0.75 * TIMEOUT_S)
+        self.phase, self.round_s = "round", max(self.entered_s, now_s - 0.5 * TIMEOUT_S)
+        self.ask()
         self.machine.begin()
         self.feed()
 

@@ -96,7 +96,9 @@ class Agreement:
         completed this one, and none can have waited a timeout for this member since it began.
         """
         former_s, self._entered_s = self._entered_s, seconds_since_boot()
+        self._peers.waits_since_s = time.monotonic()
         call(self.group).wait()
+        self._peers.waits_since_s = 0.0
         self._lease = self.met.formation.number, former_s
 
     def has_knocks(self) -> bool:
@@ -133,6 +135,7 @@ class Agreement:
             left_out = self.machine.left_out(formation)
             until_s = time.monotonic() + _IGNORED_TIMEOUTS * self.settings.timeout_s
             self._ignored = dict.fromkeys(left_out, until_s)
+            self._peers.others = {*map(address_of, formation.members)} - {self._peers.address}
             late = self.machine.states.keys() - left_out - {*formation.members}
             self._knocks |= {member: self._published[member] for member in late}
             return self.met
@@ -140,9 +143,10 @@ class Agreement:
     def _decide(self, started_s: float) -> Formation:
         """Publish what this member knows until there is a formation that it can enter."""
         machine, peers, waited_s = self.machine, self._peers, time.monotonic()
-        # The others have been silent since this member began the last collective, at least.
+        # The others have been silent since this member began the last collective, at least. Those
+        # that answer may need some time more to get here.
         timeout_s = self.settings.timeout_s
-        patience_s = max(timeout_s - (seconds_since_boot() - self._entered_s), timeout_s / 4)
+        patience_s = max(timeout_s - (seconds_since_boot() - self._entered_s), timeout_s / 2)
         while True:
             self._look()
             formation = machine.decide()
@@ -184,6 +188,10 @@ class Agreement:
                 is_lost = found != member and seen_s > known_s
             if is_lost:
                 machine.lose(member)
+        timeout_s = self.settings.timeout_s
+        if seconds_since_boot() - self._entered_s > timeout_s:
+            silent = peers.unanswered(timeout_s / 2)
+            machine.miss(one for one in self.met.formation.members if address_of(one) in silent)
 
     def _take(self, value: dict[str, Any]) -> None:
         try:
@@ -274,7 +282,9 @@ def _listen(settings: ElasticSettings, layout: Sequence[str]) -> Peers:
         "the network of its loopback address": network_identity() if is_local else "none",
     }
     try:
-        return Peers(address, secret, transport.key_name(secret[:32]), about)
+        return Peers(
+            address, secret, transport.key_name(secret[:32]), about, settings.timeout_s / 4
+        )
     except OSError as error:
         raise UnavailableError(f"listening at {address}: {error}; {remedy_of(error)}") from error
 

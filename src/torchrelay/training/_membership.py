@@ -161,6 +161,10 @@ class Membership:
             self.silent |= self.awaited()
             self._is_settled = True
 
+    def miss(self, members: Iterable[str]) -> None:
+        """Take note that these have been silent for a timeout, however they were asked."""
+        self.silent |= {*members} & self.awaited() - self.states.keys()
+
     def fail(self) -> None:
         """Take note that the formation that this member entered has not formed."""
         self._advance(self.number + 1)

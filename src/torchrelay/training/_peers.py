@@ -1,10 +1,11 @@
 """What the members of an elastic job publish to each other, over connections of their own.
 
 A member listens at one address for as long as it lives, and connects to each other one for a round
-of agreement. Whoever accepts sends a nonce; what the other one then sends is authenticated with it
-and the job's secret. Of what it publishes only the newest counts, so a connection that is lost is
-made again, and no message is repeated. That nobody listens where a member did shows that its
-process has ended: it never closes its listener while it lives.
+of agreement, and when it has waited for others for a while: one that computes answers too, so
+whoever does not is frozen or cut off. Whoever accepts sends a nonce; what the other one then sends
+is authenticated with it and the job's secret. Of what it publishes only the newest counts, so a
+connection that is lost is made again, and no message is repeated. That nobody listens where a
+member did shows that its process has ended: it never closes its listener while it lives.
 
 Frames are JSON of limited size. Handles in them let others form a group with this member: they are
 as secret as the network is, which the transport key encrypts for all that follows.
@@ -37,7 +38,15 @@ _PUBLIC = b"torchrelay elastic"  # the key of what anyone may know
 _REDIAL_S, _MOST_REDIAL_S = 0.05, 2.0
 _HANDSHAKE_S = 10.0
 _MOST_INCOMING = 1024
-_BROKEN = (OSError, ValueError, KeyError, TypeError, AttributeError, asyncio.TimeoutError)
+_BROKEN = (
+    OSError,
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    RecursionError,
+    asyncio.TimeoutError,
+)
 
 
 def split(address: str) -> tuple[str, int]:
@@ -63,8 +72,11 @@ class Peers:
         address: where it listens, ``host:port``; port 0: any.
         secret: of the job. ``key_name``: compared with that of others, to name the cause.
         about: what must be equal on all members, described for messages.
+        ask_after_s: how long this member waits for others before it connects to them.
 
     Attributes:
+        others: the addresses of those that it waits for.
+        waits_since_s: since when, by ``time.monotonic``; 0.0: it does not wait for any.
         received: what others publish: member and value.
         found: by address, the member that listens there, empty if none does, and a time before
             that was seen.
@@ -74,7 +86,17 @@ class Peers:
         OSError: it cannot listen at the address.
     """
 
-    def __init__(self, address: str, secret: bytes, key_name: str, about: dict[str, str]) -> None:
+    def __init__(
+        self,
+        address: str,
+        secret: bytes,
+        key_name: str,
+        about: dict[str, str],
+        ask_after_s: float,
+    ) -> None:
+        self.others: set[str] = set()
+        self.waits_since_s = self._asked_s = 0.0
+        self._ask_after_s = ask_after_s
         self._secret, self._key_name, self._about = secret, key_name, about
         self._listener = closed_in_children(listen_at(*split(address)))
         self.address = join(split(address)[0], self._listener.getsockname()[1])
@@ -84,6 +106,7 @@ class Peers:
         self.refusals: dict[str, str] = {}
         self._value: dict[str, Any] = {}
         self._targets: dict[str, asyncio.Task[None]] = {}
+        self._unreached: set[str] = set()  # to which there is no connection yet
         self._flushed: dict[str, dict[str, Any]] = {}  # by address, the value that was sent
         self._incoming = 0
         self._news = threading.Event()
@@ -99,8 +122,18 @@ class Peers:
             self._thread.join()
 
     def begin(self) -> None:
-        """Make all connections anew, and forget what the earlier ones have shown."""
-        self._loop.call_soon_threadsafe(self._hang_up)
+        """Make all connections anew, and forget what the earlier ones have shown, unless that was
+        done since this member began to wait.
+        """
+        self._loop.call_soon_threadsafe(self._begin, self.waits_since_s)
+        self.waits_since_s = 0.0
+
+    def unanswered(self, longest_s: float) -> set[str]:
+        """Return the addresses of ``others`` that have been asked for ``longest_s`` or longer, and
+        have not answered.
+        """
+        silent = self.others - self.found.keys()  # first: asking anew changes the time before it
+        return silent if time.monotonic() - self._asked_s > longest_s else set()
 
     def publish(self, value: dict[str, Any], addresses: Iterable[str]) -> None:
         """Publish ``value`` in the place of what was published before."""
@@ -132,13 +165,23 @@ class Peers:
         self._listener.close()
 
     async def _serve(self) -> None:
-        async with await asyncio.start_server(self._answer, sock=self._listener) as server:
-            await server.serve_forever()
+        async with await asyncio.start_server(self._answer, sock=self._listener):
+            while True:
+                await asyncio.sleep(self._ask_after_s / 2)
+                since_s = self.waits_since_s
+                if since_s > self._asked_s and time.monotonic() - since_s > self._ask_after_s:
+                    self._hang_up()
+                    self._publish({}, self.others)
+
+    def _begin(self, waits_since_s: float) -> None:
+        if not self._asked_s > waits_since_s > 0.0:
+            self._hang_up()
 
     def _hang_up(self) -> None:
+        self._asked_s = time.monotonic()
         for task in self._targets.values():
             task.cancel()
-        for known in (self._targets, self._flushed, self.found, self.refusals):
+        for known in (self._targets, self._unreached, self._flushed, self.found, self.refusals):
             known.clear()
 
     def _publish(self, value: dict[str, Any], addresses: set[str]) -> None:
@@ -147,15 +190,20 @@ class Peers:
             self._published.set()
             self._published = asyncio.Event()
         for address in addresses - self._targets.keys():
-            self._targets[address] = self._loop.create_task(self._keep_publishing(address))
+            self._dial(address)
+
+    def _dial(self, address: str) -> None:
+        self._targets[address] = self._loop.create_task(self._keep_publishing(address))
 
     async def _keep_publishing(self, address: str) -> None:
         redial_s = _REDIAL_S
         while True:
             dialed_s = time.monotonic()
+            self._unreached.add(address)
             try:
                 dial = asyncio.open_connection(*split(address))
                 reader, writer = await asyncio.wait_for(dial, _MOST_REDIAL_S)
+                self._unreached.discard(address)
                 try:
                     await self._publish_to(address, reader, writer, dialed_s)
                 finally:
@@ -163,6 +211,8 @@ class Peers:
             except ConnectionRefusedError:
                 self.found[address] = "", dialed_s
                 self._news.set()
+            except asyncio.TimeoutError:
+                continue  # it has waited long enough
             except _BROKEN:
                 pass
             await asyncio.sleep(redial_s)
@@ -194,8 +244,9 @@ class Peers:
         ended.add_done_callback(lambda done: done.cancelled() or done.exception())
         while not ended.done():
             value, published = self._value, asyncio.ensure_future(self._published.wait())
-            writer.write(ours.pack(value))
-            await writer.drain()
+            if value:
+                writer.write(ours.pack(value))
+                await writer.drain()
             self._flushed[address] = value
             self._news.set()
             await asyncio.wait((ended, published), return_when=asyncio.FIRST_COMPLETED)
@@ -228,6 +279,7 @@ class Peers:
             writer.write(ours.pack({"refused": text} if different else {"member": self.member}))
             if different:
                 raise ValueError(text)
+            self._hear(member.partition("/")[0])
             async for value in published:
                 self.received.put((member, value))
                 self._news.set()
@@ -240,6 +292,12 @@ class Peers:
         finally:
             self._incoming -= 1
             writer.close()
+
+    def _hear(self, address: str) -> None:
+        """Connect at once to one that has reached this member, instead of later."""
+        if address in self._unreached:
+            self._targets.pop(address).cancel()
+            self._dial(address)
 
     def _key(self, *nonces: str) -> bytes:
         return hashlib.blake2b(json.dumps(nonces).encode(), key=self._secret).digest()

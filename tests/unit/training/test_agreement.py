@@ -25,7 +25,14 @@ class Member:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.now_s = 100.0
-        self.peers = SimpleNamespace(address="127.0.0.1:1", member=SELF, found={})
+        self.silent: set[str] = set()
+        self.peers = SimpleNamespace(
+            address="127.0.0.1:1",
+            member=SELF,
+            found={},
+            waits_since_s=0.0,
+            unanswered=lambda _: self.silent,
+        )
         patch.setattr(_agreement, "_new_group", lambda _: None)
         patch.setattr(_agreement, "_listen", lambda *_: self.peers)
         patch.setattr(_agreement, "seconds_since_boot", lambda: self.now_s)
@@ -80,6 +87,15 @@ def test_a_collective_of_another_formation_makes_no_member_fresh(member: Member)
     member.collective(101.0)
     member.machine.bases = (Formation(4, BASE.members),)
     assert not member.is_fresh(102.0)
+
+
+@pytest.mark.parametrize("waited_s", [TIMEOUT_S - 0.1, TIMEOUT_S + 0.1])
+def test_one_that_does_not_answer_is_awaited_for_a_timeout(member: Member, waited_s: float) -> None:
+    member.collective(100.0)
+    member.silent = {"127.0.0.1:2"}
+    member.now_s += waited_s
+    member.agreement._look()
+    assert (OTHER in member.machine.awaited()) == (waited_s < TIMEOUT_S)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from elastic_world import TIMEOUT_S, Node, World
+from elastic_world import TICK_S, TIMEOUT_S, Node, World
 from torchrelay.training._membership import Formation, Membership, Record, State, resolve
 
 PHASES = ["form", "meet", "heal", "reduce", "vote", "vote"]
@@ -152,6 +152,34 @@ def test_one_that_was_frozen_does_not_go_on_alone() -> None:
         world.kill(world.at[address])
     world.thaw(frozen)
     assert going_on(world, [frozen]) == [False]
+
+
+@pytest.mark.parametrize(("is_frozen", "size", "timeouts"), [(True, 2, 1.4), (False, 3, 2.0)])
+def test_one_that_does_not_answer_costs_one_timeout_and_one_that_computes_is_kept(
+    is_frozen: bool, size: int, timeouts: float
+) -> None:
+    world = running(3)
+    while {node.phase for node in world.alive} != {"compute"}:
+        world.run(world.now_s + TICK_S / 10)
+    late, former = world.alive[0], world.alive[0].formation
+    for node in world.alive:
+        node.deadline_s = world.now_s
+    late.deadline_s += 1.2 * TIMEOUT_S
+    late.is_frozen = is_frozen
+    world.run(world.now_s + timeouts * TIMEOUT_S)
+    formations = {node.formation for node in world.alive if not node.is_frozen}
+    assert [len(one.members) for one in formations - {former}] == [size]
+
+
+def test_one_that_was_heard_of_is_not_missed() -> None:
+    machine = Membership("h0/1", ["h0"])
+    machine.bases = (Formation(1, ("h0/1", "h1/1", "h2/1")),)
+    machine.is_whole = True
+    machine.begin()
+    machine.begin()
+    machine.receive(State("h1/1", 1, 1, machine.bases, (), (), (), (), (), True))
+    machine.miss(["h1/1", "h2/1"])
+    assert machine.awaited() == {"h1/1"}
 
 
 QUORUM = "h0/1", "h1/1", "h2/1"
