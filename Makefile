@@ -9,6 +9,8 @@ JOBS   ?= 4
 NATIVE := $(shell find native -name '*.cc' -o -name '*.h' -o -name '*.c') CMakeLists.txt
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 MAKEFLAGS += -j2
+# Some images forbid it, and each process would compile what it imports again.
+unexport PYTHONDONTWRITEBYTECODE
 
 # The editable install knows the Python files it was made with, so a new file is a reason to install again.
 MODULES := $(VENV)/modules

@@ -24,8 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from report import parser_of, table, write
+from report import parser_of, start_ranks, table, write
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -95,7 +94,7 @@ def time_links(placement: str, mbit: int, rounds: int) -> dict[str, float]:
         if mbit:
             hosts.limit(mbit)
         path = f"{folder}/store"
-        mp.spawn(time_rank, (placement, hosts, path, rounds), len(placement))  # type: ignore[no-untyped-call]
+        start_ranks(time_rank, (placement, hosts, path, rounds), len(placement))
         times = json.loads(Path(f"{path}.json").read_text())
     return {name: statistics.median(values) for name, values in times.items()}
 
@@ -213,7 +212,7 @@ def losses(steps: int, seeds: tuple[int, ...]) -> dict[str, dict[str, list[float
     """Return the loss of each seed, by model and way."""
     with tempfile.TemporaryDirectory() as folder:
         path = f"{folder}/store"
-        mp.spawn(train_rank, (path, steps, seeds), 2)  # type: ignore[no-untyped-call]
+        start_ranks(train_rank, (path, steps, seeds), 2)
         return json.loads(Path(f"{path}.json").read_text())  # type: ignore[no-any-return]
 
 

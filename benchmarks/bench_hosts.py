@@ -1,7 +1,7 @@
 """Collectives over hosts in network namespaces: ``sml``, Gloo over all ranks, the links' limit.
 
     python benchmarks/bench_hosts.py            # about six minutes
-    python benchmarks/bench_hosts.py --smoke    # one round; writes nothing
+    python benchmarks/bench_hosts.py --smoke    # a few cases, one round; writes nothing
 
 Needs root and iproute2. Hosts are joined by a bridge; each link has a token bucket of the given
 rate each way. An aggregation switch is one more address of the bridge, so each host reaches it
@@ -17,15 +17,14 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from report import parser_of, save, subplots, table, write
+from report import parser_of, save, start_ranks, subplots, table, write
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import namespaces
@@ -71,6 +70,8 @@ CASES = (
 )
 
 
+SMOKE = [case for case in CASES if case.placement == "aabb" and case.switch]
+
 # Messages of these sizes, back to back where they are small.
 SIZES = (1 << 10, 64 << 10, SIZE_BYTES)
 CALLS = {1 << 10: 50, 64 << 10: 20, SIZE_BYTES: 1}
@@ -92,10 +93,12 @@ def collectives(size: int, ranks: int, group: Any) -> dict[str, Callable[[], obj
     }
 
 
-def time_collectives(gloo: Any, rounds: int) -> dict[str, dict[str, list[float]]]:
+def time_collectives(
+    gloo: Any, rounds: int, sizes: Sequence[int]
+) -> dict[str, dict[str, list[float]]]:
     """Seconds per call of each collective and size, by backend."""
     times: dict[str, dict[str, list[float]]] = {}
-    for size in SIZES:
+    for size in sizes:
         ranks = dist.get_world_size()
         rivals = {name: collectives(size, ranks, g) for name, g in (("sml", None), ("gloo", gloo))}
         for operation in rivals["sml"]:
@@ -120,7 +123,7 @@ def rank_main(
     path: str,
     rounds: int,
     switch: str,
-    all_collectives: bool,
+    sizes: Sequence[int],
 ) -> None:
     """Time both backends in turn; rank 0 writes the seconds to ``path``.times."""
     placement = case.placement
@@ -141,9 +144,9 @@ def rank_main(
     gloo = dist.new_group(backend="gloo")
     tensors = [torch.ones(case.size_bytes // 4) for _ in range(case.messages)]
     times: dict[str, Any] = {"sml": [], "gloo": []}
-    if all_collectives:
-        times = time_collectives(gloo, rounds)
-    for round_ in range(0 if all_collectives else rounds + 1):
+    if sizes:
+        times = time_collectives(gloo, rounds, sizes)
+    for round_ in range(0 if sizes else rounds + 1):
         for name, group in (("sml", None), ("gloo", gloo)):
             for tensor in tensors:
                 tensor.fill_(1.0)
@@ -162,8 +165,8 @@ def rank_main(
     dist.destroy_process_group()
 
 
-def run(case: Case, rounds: int, all_collectives: bool = False) -> dict[str, Any]:
-    """Seconds per all_reduce of each backend, or of each collective and size."""
+def run(case: Case, rounds: int, sizes: Sequence[int] = ()) -> dict[str, Any]:
+    """Seconds per all_reduce of each backend, or of each collective and any of ``sizes``."""
     with (
         tempfile.TemporaryDirectory() as folder,
         namespaces.switched(len(set(case.placement))) as hosts,
@@ -179,8 +182,8 @@ def run(case: Case, rounds: int, all_collectives: bool = False) -> dict[str, Any
         if case.mbit:
             hosts.limit(case.mbit)
         path = f"{folder}/store"
-        arguments = (case, hosts, path, rounds, switch, all_collectives)
-        mp.spawn(rank_main, arguments, len(case.placement))  # type: ignore[no-untyped-call]
+        arguments = (case, hosts, path, rounds, switch, sizes)
+        start_ranks(rank_main, arguments, len(case.placement))
         return json.loads(Path(f"{path}.times").read_text())  # type: ignore[no-any-return]
 
 
@@ -206,13 +209,13 @@ def floor_s(case: Case) -> float:
 
 
 def main() -> None:
-    smoke = parser_of(__doc__, "one round, to see that it runs; writes nothing").parse_args().smoke
-    rounds = 1 if smoke else 5
+    smoke = parser_of(__doc__, "a few cases, one round; writes nothing").parse_args().smoke
+    rounds, cases, sizes = (1, SMOKE, SIZES[:2]) if smoke else (5, CASES, SIZES)
     if namespaces.missing():
         print(f"bench_hosts: skipped, {namespaces.missing()}")
         return
     rows, found = [], []
-    for case in CASES:
+    for case in cases:
         times = run(case, rounds if case.mbit else 2 * rounds)
         sml, gloo = (statistics.median(times[key]) for key in ("sml", "gloo"))
         floor = floor_s(case)
@@ -244,7 +247,7 @@ def main() -> None:
         "the end. 4 x 25 MB are four at once, as DDP's buckets."
     )
     others = []
-    for key, times in run(Case("2 x 2", "aabb", 0), rounds, True).items():
+    for key, times in run(Case("2 x 2", "aabb", 0), rounds, sizes).items():
         operation, size = key.split()
         sml, gloo = (statistics.median(times[name]) * 1e3 for name in ("sml", "gloo"))
         others.append(

@@ -280,7 +280,8 @@ def _relocate(table: Table, keys: Tensor) -> float:
 
 def on_two_nodes(workers: int, rounds: int, repeats: int) -> list[Result]:
     """The times of node 0's workers."""
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch.distributed", "torchrelay.parameters"])
     out = context.SimpleQueue()
     port = free_port()
     size = 2 * workers

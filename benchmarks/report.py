@@ -12,11 +12,12 @@ import socket
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.multiprocessing as mp
 
 from torchrelay import __version__
 
@@ -30,6 +31,14 @@ def parser_of(about: str | None, smoke: str = "one tiny iteration; writes nothin
     )
     made.add_argument("--smoke", action="store_true", help=smoke)
     return made
+
+
+def start_ranks(function: Callable[..., None], arguments: tuple[Any, ...], ranks: int) -> None:
+    """Run ``function(rank, *arguments)`` in ``ranks`` processes, forked from one that has imported
+    torch, and wait for them.
+    """
+    mp.set_forkserver_preload(["torch.distributed", "torchrelay.aggregation"])
+    mp.start_processes(function, arguments, ranks, start_method="forkserver")  # type: ignore[no-untyped-call]
 
 
 def subplots(rows: int = 1, columns: int = 1, **options: Any) -> Any:

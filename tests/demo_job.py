@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import preloaded
+
 __all__ = ["started"]
 
-_COMMAND = [sys.executable, "-c", "from torchrelay.cli import main; main()", "demo"]
+# It becomes torchrun, which is forked too then.
+_PROGRAM = """
+import os, sys
+sys.executable = os.environ["PYTHON_EXEC"]
+from torchrelay.cli import main
+main()
+"""
 
 
 @contextmanager
@@ -19,11 +25,11 @@ def started(*arguments: str, **environ: str) -> Iterator[subprocess.Popen[str]]:
     torchrun that must end them: within 30 s.
     """
     with subprocess.Popen(
-        [*_COMMAND, *arguments],
+        [preloaded.python(), "-c", _PROGRAM, "demo", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, **environ},
+        env=preloaded.environment(**environ),
     ) as job:
         try:
             yield job

@@ -178,6 +178,7 @@ def run(request: dict[str, Any]) -> None:
     os.environ.clear()
     os.environ.update(request["environ"])
     os.chdir(request["folder"])
+    tempfile.tempdir = None  # which those variables may name
     os.sched_setaffinity(0, request["cores"])
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     if filters := os.environ.get("PYTHONWARNINGS"):

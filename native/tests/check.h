@@ -1,17 +1,13 @@
 // The test harness of the native core: TEST(name) { CHECK(condition); CHECK_THROWS(code, expression); }
 //
-// A test program runs all of its tests, or those whose names its arguments give.
+// The program runs all tests, or those of the files that its arguments name, without `.cc`.
 //
 // Our own, because no C++ test library comes from a Python package index and `make test` must
 // run these tests on a machine with nothing but Python and a compiler.
 #pragma once
 
-#include <algorithm>
-#include <cstdio>
-#include <functional>
-#include <span>
 #include <string>
-#include <utility>
+#include <string_view>
 #include <vector>
 
 #include "core/error.h"
@@ -19,8 +15,8 @@
 namespace torchrelay::testing {
 
 struct Test {
-  const char* name;
-  std::function<void()> body;
+  std::string_view file, name;
+  void (*body)();
 };
 
 inline std::vector<Test>& tests() {
@@ -32,49 +28,19 @@ struct Failure {
   std::string what;
 };
 
-inline bool add(const char* name, std::function<void()> body) {
-  tests().push_back({name, std::move(body)});
+inline bool add(std::string_view path, std::string_view name, void (*body)()) {
+  const std::string_view file = path.substr(path.rfind('/') + 1);
+  tests().push_back({file.substr(0, file.rfind('.')), name, body});
   return true;
-}
-
-// Returns whether the test passed.
-inline bool run(const Test& test) {
-  try {
-    test.body();
-    std::printf("ok   %s\n", test.name);
-    return true;
-  } catch (const Failure& failure) {
-    std::printf("FAIL %s: %s\n", test.name, failure.what.c_str());
-  } catch (const std::exception& error) {
-    std::printf("FAIL %s: threw %s\n", test.name, error.what());
-  }
-  return false;
-}
-
-// Returns the program's exit status.
-inline int run_all(std::span<char*> names) {
-  int passed = 0, failed = 0;
-  for (const std::string name : names) {
-    if (std::ranges::find(tests(), name, [](const Test& test) { return test.name; }) != tests().end())
-      continue;
-    std::printf("FAIL %s: there is no test of this name\n", name.c_str());
-    ++failed;
-  }
-  for (const Test& test : tests()) {
-    if (!names.empty() && std::ranges::find(names, std::string(test.name)) == names.end()) continue;
-    ++(run(test) ? passed : failed);
-  }
-  std::printf("%d passed, %d failed\n", passed, failed);
-  return failed == 0 ? 0 : 1;
 }
 
 }  // namespace torchrelay::testing
 
 #define TORCHRELAY_TEXT2(x) #x
 #define TORCHRELAY_TEXT(x) TORCHRELAY_TEXT2(x)
-#define TEST(name)                                                        \
-  static void name();                                                     \
-  static const bool name##_added = torchrelay::testing::add(#name, name); \
+#define TEST(name)                                                                  \
+  static void name();                                                               \
+  static const bool name##_added = torchrelay::testing::add(__FILE__, #name, name); \
   static void name()
 #define CHECK(...)                                                                                  \
   do {                                                                                              \
@@ -91,7 +57,3 @@ inline int run_all(std::span<char*> names) {
     }                                                   \
     CHECK(thrown && #__VA_ARGS__ " throws " #expected); \
   } while (false)
-
-int main(int argc, char** argv) {
-  return torchrelay::testing::run_all({argv + 1, static_cast<std::size_t>(argc - 1)});
-}

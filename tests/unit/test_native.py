@@ -83,7 +83,12 @@ def test_native(build: Path, source: Path) -> None:
         "TSAN_OPTIONS": f"suppressions={ROOT / 'native' / 'tests' / 'tsan.supp'}",
     }
     result = subprocess.run(
-        [build / source.stem], check=False, capture_output=True, text=True, timeout=600, env=environ
+        [build / "native_tests", source.stem],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env=environ,
     )
     assert result.returncode == 0, result.stdout + result.stderr
     assert " 0 failed" in result.stdout

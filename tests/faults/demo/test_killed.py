@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+import preloaded
 from demo_job import started
 from facts import write_facts
 from torchrelay.demo.options import DemoOptions
@@ -34,15 +34,17 @@ def wait_for_training(job: subprocess.Popen[str]) -> None:
             break
 
 
-def ranks_of(job: subprocess.Popen[str]) -> dict[int, int]:
-    """The process of each rank: the children of torchrun, which the command has become."""
+def ranks_of(folder: Path) -> dict[int, int]:
+    """The process of each rank of the job whose ``TMPDIR`` is ``folder``."""
     found = {}
-    for children in Path(f"/proc/{job.pid}/task").glob("*/children"):
-        for child in children.read_text().split():
-            environ = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
-            rank = next((entry[5:] for entry in environ if entry.startswith(b"RANK=")), None)
-            if rank is not None:
-                found[int(rank)] = int(child)
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (process / "cmdline").read_bytes()
+            environ = (process / "environ").read_bytes().split(b"\0")
+        except OSError:
+            continue  # it has ended
+        if b"torchrelay.demo.worker" in command and f"TMPDIR={folder}".encode() in environ:
+            found.update({int(e[5:]): int(process.name) for e in environ if e.startswith(b"RANK=")})
     return found
 
 
@@ -58,7 +60,7 @@ def test_the_survivors_name_a_killed_rank(graph: Path, victim: int) -> None:
     options = [f"--data={graph}", f"--report={graph / 'report.html'}", f"--timeout={_TIMEOUT_S}"]
     with started(*options, "--nproc=3", f"--epochs={_EPOCHS}", TMPDIR=str(graph)) as running:
         wait_for_training(running)
-        ranks = ranks_of(running)
+        ranks = ranks_of(graph)
         assert sorted(ranks) == [0, 1, 2]
         os.kill(ranks[victim], signal.SIGKILL)
         _, errors = running.communicate(timeout=100)
@@ -78,10 +80,10 @@ def test_a_terminated_rank_removes_its_folder(graph: Path) -> None:
     program = "from torchrelay.demo import worker; worker._LAST_WORDS_S = 1; worker.main()"
     options = DemoOptions(data=graph, epochs=_EPOCHS, report=graph / "report.html")
     with subprocess.Popen(
-        [sys.executable, "-c", program, options.to_json()],
+        [preloaded.python(), "-c", program, options.to_json()],
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, "TMPDIR": str(graph)},
+        env=preloaded.environment(TMPDIR=str(graph)),
     ) as rank:
         try:
             wait_for_training(rank)
