@@ -407,6 +407,7 @@ class _Holder:
     __slots__ = ("table",)
 
     table: torch.Tensor
+    shared: torch.Tensor
 
 
 @functools.lru_cache
@@ -456,6 +457,45 @@ def in_a_deque() -> nn.Module:
         return lambda: tables[0]
 
     return _Scaled(keep)
+
+
+class _Shared(nn.Module):
+    """A layer whose weight, and a cached table, are attributes and something else's, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.table = _table(4)
+        weight = self.layer.weight
+        self.kept = (weight.t() * scale for scale in iter(int, 1.0))
+        _Holder.shared = weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert next(self.kept).sum() == 0
+        y: torch.Tensor = x @ _Holder.shared * _table(4) + self.table
+        return y
+
+
+def in_a_class() -> nn.Module:
+    return _Shared()
+
+
+class Named(nn.Linear):
+    """Is built by a class method that it has inherited."""
+
+    @classmethod
+    def build(cls) -> Named:
+        return cls(4, 2)
+
+
+class NamedOnce(Named):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + 1
+
+
+@functools.wraps(in_a_class)
+def alias() -> nn.Module:
+    return nn.Linear(4, 2)
 
 
 def in_slots() -> nn.Module:

@@ -302,7 +302,6 @@ class Switcher(Resource):
             OverloadedError: `queue_limit` sequences are there.
             UnsupportedError: the model has no tokenizer.
         """
-        _check_priority(priority)
         model = self.stored(name) or self._store.get(name)
         sampling = sampling_of(
             model,
@@ -323,6 +322,7 @@ class Switcher(Resource):
 
     def _begin(self, sequence: TokenSequence) -> None:
         """Generate `sequence`."""
+        _check_priority(sequence.priority)
         self._owner.call(lambda: self._daemon.generate(sequence))
 
     def _end_sequence(self, sequence: TokenSequence) -> None:

@@ -300,7 +300,12 @@ CHAT, TEXT, EMBED = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
         (CHAT, {"top_logprobs": 21}, 400, "logprobs=21: it must be from 0 to 20"),
         (TEXT, {"max_tokens": 3000}, 400, "a maximum context length of 2048 tokens"),
         (TEXT, {"max_tokens": -1}, 400, "max_tokens=-1: it must be at least 1"),
+        (TEXT, {"max_tokens": 0}, 400, "max_tokens=0: it must be at least 1"),
         (TEXT, {"temperature": -1}, 400, "temperature=-1"),
+        (TEXT, {"priority": 1001}, 400, "priority=1001: it must be from -1000 to 1000"),
+        (TEXT, {"repetition_penalty": 1.1}, 400, "repetition_penalty is not supported"),
+        (TEXT, {"stream_options": {}}, 400, "stream_options without stream is not"),
+        (TEXT, {"prompt": [{}]}, 400, "prompt must be a text"),
         (TEXT, {"prompt": []}, 400, "prompt must be a text"),
         (TEXT, {"prompt": [1, "x"]}, 400, "prompt must be a text"),
         (TEXT, {"prompt": [999]}, 400, "the token 999"),
@@ -311,6 +316,7 @@ CHAT, TEXT, EMBED = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
         (EMBED, {"model": "nothing"}, 404, "there is no model 'nothing'"),
         (EMBED, {"model": "llama"}, 400, "model 'llama' is no encoder"),
         (EMBED, {"input": []}, 400, "input must be a text"),
+        (EMBED, {"input": [1.5]}, 400, "input must be a text"),
         (EMBED, {"input": "two " * 40}, 400, "a maximum context length of 40"),
         (EMBED, {"input": ["two", ""]}, 400, "input 1 has 0 tokens"),
         (EMBED, {"input": [200]}, 400, "input 0 has the token 200; model"),
@@ -330,7 +336,9 @@ def test_wrong_requests_get_errors_of_the_form_that_clients_read(
     found, answer = post(url, path, json.dumps({**body, **asked}).encode())
     assert found == status and text in answer["error"]["message"], answer
     assert answer["error"].keys() == {"message", "type", "param", "code"}
-    assert answer["error"]["code"] == ("model_not_found" if status == 404 else None)
+    codes = {"there is no model": "model_not_found", "context length": "context_length_exceeded"}
+    expected = next((codes[one] for one in codes if one in text), None)
+    assert answer["error"]["code"] == expected
 
 
 def test_clients_raise_their_own_errors(client: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -51,10 +52,11 @@ class GenerateOptions:
             raise ArgumentError(
                 f"max_batch_size={self.max_batch_size}: it must be from 1 to {_MAX_BATCH}"
             )
-        if self.max_context < 0 or self.kv_bytes < 0 or not self.weight > 0:
+        is_weight = self.weight > 0 and math.isfinite(self.weight)
+        if self.max_context < 0 or self.kv_bytes < 0 or not is_weight:
             raise ArgumentError(
                 f"max_context={self.max_context}, kv_bytes={self.kv_bytes}, weight={self.weight}: "
-                "the first two must be at least 0, the weight more"
+                "the first two must be at least 0, the weight more, and finite"
             )
 
 

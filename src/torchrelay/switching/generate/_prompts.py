@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from torchrelay.errors import ArgumentError
 from torchrelay.switching.generate._messages import Sampling
 from torchrelay.switching.generate._text import TextStream
 from torchrelay.switching.models._store import StoredModel
 
-__all__ = ["check_tokens", "ids_of", "sampling_of", "text_after"]
+__all__ = ["TooLongError", "check_tokens", "ids_of", "sampling_of", "text_after"]
 
-_MAX_TEMPERATURE = 100.0
 _MAX_LOGPROBS = 20
 _MAX_SEED = 1 << 63
+
+
+class TooLongError(ArgumentError):
+    """A text does not fit the context of its model."""
 
 
 def ids_of(model: StoredModel, prompt: str | Sequence[int]) -> tuple[int, ...]:
@@ -50,7 +55,8 @@ def text_after(model: StoredModel, stop: Sequence[str] = ()) -> TextStream:
         UnsupportedError: there are such texts, and the model has no tokenizer.
     """
     known = model.generating
-    if isinstance(stop, str) or not all(isinstance(one, str) and one for one in stop):
+    is_list = isinstance(stop, Iterable) and not isinstance(stop, str)
+    if not (is_list and all(isinstance(one, str) and one for one in stop)):
         raise ArgumentError(f"stop={stop!r}: it must be a list of texts, none of them empty")
     if stop and known is not None:
         known.text(model.name)
@@ -77,21 +83,19 @@ def sampling_of(
     known = model.generating
     if max_tokens is None:  # where there is room for none, the sequence is refused
         max_tokens = 1 if known is None else max(1, known.max_context - prompt_tokens)
-    for name, value, is_right, bounds in (
-        ("max_tokens", max_tokens, max_tokens >= 1, "at least 1"),
-        (
-            "temperature",
-            temperature,
-            0.0 <= temperature <= _MAX_TEMPERATURE,
-            f"from 0 to {_MAX_TEMPERATURE:g}",
-        ),
-        ("top_p", top_p, 0.0 < top_p <= 1.0, "more than 0, and at most 1"),
-        ("top_k", top_k, top_k >= 0, "at least 0"),
-        ("seed", seed, -_MAX_SEED <= seed < _MAX_SEED, "an integer of 64 bits"),
-        ("logprobs", logprobs, 0 <= (logprobs or 0) <= _MAX_LOGPROBS, f"from 0 to {_MAX_LOGPROBS}"),
-    ):
-        if not is_right or (isinstance(value, float) and not math.isfinite(value)):
-            raise ArgumentError(f"{name}={value}: it must be {bounds}")
+    whole, least_p = numbers.Integral, math.ulp(0.0)
+    limits: list[tuple[str, Any, Any, float, float, str]] = [
+        ("max_tokens", max_tokens, whole, 1, math.inf, "at least 1"),
+        ("temperature", temperature, numbers.Real, 0, 100, "from 0 to 100"),
+        ("top_p", top_p, numbers.Real, least_p, 1, "more than 0, and at most 1"),
+        ("top_k", top_k, whole, 0, math.inf, "at least 0"),
+        ("seed", seed, whole, -_MAX_SEED, _MAX_SEED - 1, "an integer of 64 bits"),
+        ("logprobs", logprobs or 0, whole, 0, _MAX_LOGPROBS, f"from 0 to {_MAX_LOGPROBS}"),
+    ]
+    for name, value, kind, least, most, bounds in limits:
+        if not (isinstance(value, kind) and least <= value <= most):
+            of = "an integer, " if kind is whole and not isinstance(value, kind) else ""
+            raise ArgumentError(f"{name}={value!r}: it must be {of}{bounds}")
     eos = () if known is None or ignore_eos else known.eos
     alternatives = -1 if logprobs is None else logprobs
     return Sampling(max_tokens, temperature, top_p, top_k, seed, eos, alternatives)

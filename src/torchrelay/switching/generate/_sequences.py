@@ -16,7 +16,7 @@ from torchrelay.switching.generate._messages import (
     SequenceState,
     Stashed,
 )
-from torchrelay.switching.generate._prompts import check_tokens
+from torchrelay.switching.generate._prompts import TooLongError, check_tokens
 from torchrelay.switching.models._store import StoredModel
 
 __all__ = ["Sequence"]
@@ -62,7 +62,7 @@ class Sequence:
         check_tokens("the prompt", self.prompt, known.vocabulary, model.name)
         room = known.max_context - len(self.prompt)
         if self.sampling.max_tokens > room:
-            raise ArgumentError(
+            raise TooLongError(
                 f"model {model.name!r} has a maximum context length of {known.max_context} tokens; "
                 f"the prompt takes {len(self.prompt)}, and max_tokens asks for "
                 f"{self.sampling.max_tokens} more"

@@ -55,7 +55,15 @@ class Tokenizer:
         return self._fast.to_str(), str(self._all.chat_template)
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Return the tokens of `text`, those that begin every text included if `special`."""
+        """Return the tokens of `text`, those that begin every text included if `special`.
+
+        Raises:
+            ArgumentError: it has lone surrogates, which are no characters.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ArgumentError(f"the text is not Unicode: {error}") from error
         ids: list[int] = self._fast.encode(text, add_special_tokens=special).ids
         return ids
 

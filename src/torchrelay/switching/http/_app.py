@@ -130,7 +130,10 @@ class Application:
             request.held_bytes = 0
             if self._logs_access:
                 self._log_access(request, response.status, time.perf_counter() - start)
-            await self._send(request, response, send)
+            try:
+                await self._send(request, response, send)
+            finally:
+                response.on_end()
         except (asyncio.CancelledError, DisconnectedError):
             return  # the client has gone, or the server's last grace has passed
         finally:
@@ -163,7 +166,7 @@ class Application:
         response = self._plain_error(request, error)
         if request.path.startswith("/v1/"):
             text = json.loads(response.body)["error"]
-            response.body = json.dumps(error_of(response.status, text)).encode()
+            response.body = json.dumps(error_of(response.status, text, error)).encode()
         return response
 
     def _plain_error(self, request: Request, error: Exception) -> Response:
@@ -193,7 +196,11 @@ class Application:
             del headers["content-type"], headers["content-length"]
         if self.limits.is_ending or request.refusal is not None:
             headers["connection"] = "close"
-        elif request.is_old and request.headers.get("connection", "").lower() == "keep-alive":
+        elif (
+            request.is_old
+            and response.stream is None
+            and request.headers.get("connection", "").lower() == "keep-alive"
+        ):
             headers["connection"] = "keep-alive"
         fields = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
         await send({"type": "http.response.start", "status": response.status, "headers": fields})

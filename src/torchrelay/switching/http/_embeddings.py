@@ -10,7 +10,7 @@ import torch
 
 from torchrelay.errors import ArgumentError, UnsupportedError
 from torchrelay.switching._switcher import Switcher
-from torchrelay.switching.generate._prompts import check_tokens
+from torchrelay.switching.generate._prompts import TooLongError, check_tokens
 from torchrelay.switching.http._openai_schema import EmbeddingRequest
 from torchrelay.switching.models._inputs import TEXTS
 from torchrelay.switching.models._store import StoredModel
@@ -72,7 +72,8 @@ def _tokens(model: StoredModel, inputs: list[str | list[int]]) -> list[list[int]
     for index, one in enumerate(inputs):
         ids = known.tokenizer.encode(one) if known.tokenizer and isinstance(one, str) else one
         if not 1 <= len(ids) <= known.max_tokens:
-            raise ArgumentError(
+            kind = TooLongError if ids else ArgumentError
+            raise kind(
                 f"input {index} has {len(ids)} tokens; model {model.name!r} takes from 1 to a "
                 f"maximum context length of {known.max_tokens}"
             )

@@ -167,8 +167,6 @@ class Endpoints:
         """Run the model on the body's inputs."""
         # First, so that a body for a model that is not there is not read.
         self._repository.describe(name, version)
-        if request.headers.get("content-encoding", "identity") != "identity":
-            raise HttpError(415, "compressed bodies are not served; send the body as it is")
         started, statistics = time.monotonic(), self._statistics[name]
         body = await request.body(self._limits)
         self._repository.started(name)

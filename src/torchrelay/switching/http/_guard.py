@@ -79,7 +79,8 @@ class Guard:
             "Vary": "Origin",
         }
         if request.method == "OPTIONS":
-            wanted = "Authorization, Content-Type, Inference-Header-Content-Length"
+            # Any: OpenAI's client sends a dozen of its own.
+            wanted = request.headers.get("access-control-request-headers", "Authorization")
             headers |= {
                 "Access-Control-Allow-Methods": "GET, HEAD, POST",
                 "Access-Control-Allow-Headers": wanted,
@@ -152,7 +153,10 @@ class Guard:
                 return False
         elif scheme.lower() != "bearer":
             return False
-        return hmac.compare_digest(given.strip().encode(), self._key.encode())
+        # A header's bytes come as Latin-1, and are UTF-8 if clients send them so.
+        known = self._key.encode()
+        texts = given.strip().encode(), given.strip().encode("latin-1", "replace")
+        return any(hmac.compare_digest(one, known) for one in texts)
 
 
 def _listed(text: str) -> set[str]:

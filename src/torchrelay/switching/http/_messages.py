@@ -100,8 +100,10 @@ class Request:
 
     def check_length(self, limits: Limits) -> None:
         """Raise :class:`CapacityError` or :class:`OverloadedError` if the body that is announced
-        is too large.
+        is too large, :class:`HttpError` if it is compressed.
         """
+        if self.headers.get("content-encoding", "identity").strip().lower() != "identity":
+            raise HttpError(415, "compressed bodies are not served; send the body as it is")
         length = self.headers.get("content-length", "")
         self._check_size(int(length) if length.isdecimal() else 0, limits)
 
@@ -146,6 +148,7 @@ class Response:
     content_type: str = "application/json"
     headers: Mapping[str, str] = field(default_factory=dict)
     stream: AsyncGenerator[bytes] | None = None  # parts of the body, each sent when it is there
+    on_end: Callable[[], object] = lambda: None  # called when it is sent, or given up
 
 
 def json_of(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

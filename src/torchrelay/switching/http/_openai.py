@@ -14,7 +14,7 @@ import msgspec
 from torchrelay.errors import NotFoundError, TorchRelayError
 from torchrelay.switching._switcher import Switcher
 from torchrelay.switching.generate._messages import Emitted
-from torchrelay.switching.generate._prompts import ids_of, sampling_of, text_after
+from torchrelay.switching.generate._prompts import TooLongError, ids_of, sampling_of, text_after
 from torchrelay.switching.generate._sequences import Sequence
 from torchrelay.switching.generate._text import TextStream
 from torchrelay.switching.http._embeddings import embeddings
@@ -36,13 +36,16 @@ _COMPLETION_TOKENS = 16  # where a completion does not say how many
 _STREAM = "text/event-stream; charset=utf-8"
 
 
-def error_of(status: int, text: str) -> dict[str, Any]:
-    """Return an error as OpenAI's clients read it."""
-    kind, code = {
-        401: ("invalid_request_error", "invalid_api_key"),
-        404: ("invalid_request_error", "model_not_found"),
-        429: ("rate_limit_error", "rate_limit_exceeded"),
-    }.get(status, ("invalid_request_error" if status < 500 else "server_error", None))
+def error_of(status: int, text: str, error: Exception) -> dict[str, Any]:
+    """Return `error`, which `text` describes, as OpenAI's clients read it."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    kind = "rate_limit_error" if status == 429 else kind
+    codes = {401: "invalid_api_key", 429: "rate_limit_exceeded"}
+    code = codes.get(status)
+    if isinstance(error, TooLongError):
+        code = "context_length_exceeded"
+    elif isinstance(error, NotFoundError):
+        code = "model_not_found"
     return {"error": {"message": text, "type": kind, "param": None, "code": code}}
 
 
@@ -78,7 +81,8 @@ class _Answer:
             top: how many of the likeliest tokens to report; None: no log-probabilities.
         """
         asked = self.asked
-        limit = getattr(asked, "max_completion_tokens", None) or asked.max_tokens or default
+        limits = getattr(asked, "max_completion_tokens", None), asked.max_tokens, default
+        limit = next((one for one in limits if one is not None), None)
         seed = secrets.randbits(62) if asked.seed is None else asked.seed
         for prompt in prompts:
             for draw in range(asked.n or 1):
@@ -250,10 +254,14 @@ class OpenAi:
         finally:
             if not asked.stream:
                 self._repository.ended(name)
+
+        def end() -> None:
+            answer.close()
+            self._repository.ended(name)
+
+        headers = {"Cache-Control": "no-cache"}
         chunks = self._chunks(answer, form)
-        return Response(
-            b"", content_type=_STREAM, headers={"Cache-Control": "no-cache"}, stream=chunks
-        )
+        return Response(b"", content_type=_STREAM, headers=headers, stream=chunks, on_end=end)
 
     async def _chunks(self, answer: _Answer, form: _Form) -> AsyncGenerator[bytes]:
         """Yield the events of a stream."""
@@ -276,10 +284,7 @@ class OpenAi:
                 )
             yield b"data: [DONE]\n\n"
         except TorchRelayError as error:
-            yield _event(error_of(500, str(error)))
-        finally:
-            answer.close()
-            self._repository.ended(answer.model.name)
+            yield _event(error_of(500, str(error), error))
 
 
 class _Form:

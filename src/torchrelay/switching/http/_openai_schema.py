@@ -49,14 +49,22 @@ class TextRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
+    repetition_penalty: float | None = None  # of vLLM, as the next two; load generators send 1
+    min_p: float | None = None
+    min_tokens: int | None = None
 
     def refuse(self, *names: str) -> None:
         """Raise :class:`UnsupportedError` if a field of `names`, or one that both kinds of requests
         have, asks for something that is not done.
         """
-        for name in (*names, "presence_penalty", "frequency_penalty", "logit_bias"):
-            if getattr(self, name):
-                raise UnsupportedError(f"{name} is not supported: leave it out")
+        common = "presence_penalty", "frequency_penalty", "logit_bias", "min_p", "min_tokens"
+        wrong = [name for name in (*names, *common) if getattr(self, name)]
+        if self.repetition_penalty not in (None, 1):
+            wrong.append("repetition_penalty")
+        if self.stream_options is not None and not self.stream:
+            wrong.append("stream_options without stream")
+        for name in wrong:
+            raise UnsupportedError(f"{name} is not supported: leave it out")
 
     @property
     def stops(self) -> list[str]:
@@ -179,12 +187,14 @@ def texts_of(name: str, given: str | list[Any]) -> list[str | list[int]]:
         ArgumentError: there are none, or they are neither.
     """
     found: list[Any] = [given] if isinstance(given, str) else given
-    if found and all(type(one) is int for one in found):
+    if found and _are_ids(found):
         return [found]
-    lists = [one for one in found if isinstance(one, list) and all(type(i) is int for i in one)]
-    texts = [one for one in found if isinstance(one, str)]
-    if not found or len(lists) not in (0, len(found)) or len(texts) not in (0, len(found)):
-        raise ArgumentError(
-            f"{name} must be a text, a list of texts, or one or several lists of token ids"
-        )
-    return found
+    if found and (all(isinstance(one, str) for one in found) or all(map(_are_ids, found))):
+        return found
+    raise ArgumentError(
+        f"{name} must be a text, a list of texts, or one or several lists of token ids"
+    )
+
+
+def _are_ids(given: Any) -> bool:
+    return isinstance(given, list) and all(type(one) is int for one in given)

@@ -16,7 +16,7 @@ from typing import Any
 
 import httptools
 from uvicorn.protocols.http.flow_control import FlowControl
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from torchrelay.switching.http._messages import HttpError, Limits
 
@@ -27,7 +27,7 @@ __all__ = ["REQUEST_TIMEOUT_S", "Connection"]
 REQUEST_TIMEOUT_S = 75.0
 _HEAD_BYTES = 64 << 10
 _CONTINUE = b"HTTP/1.1 100 "
-_PROBE_S = 5  # between the kernel's probes of whether a half-closed client still exists
+_PROBE_S = 2  # between probes of whether a half-closed client still exists
 
 
 class Connection(HttpToolsProtocol):
@@ -45,7 +45,9 @@ class Connection(HttpToolsProtocol):
         self._is_reading = False  # a head has arrived, its body has not
         self._is_broken = False  # what still arrives cannot be read
         self._is_discarding = False  # the last answer is sent; what still arrives is discarded
-        self._is_half_closed = False
+        self._half_closed_s = (
+            math.inf
+        )  # when the client was last probed; inf: it is not half-closed
         self._unsent_bytes = 0  # when the client was last looked at
         self._blocked_bytes = 0  # of an answer that the client does not read
         self._task: asyncio.Task[None] | None = None
@@ -87,7 +89,7 @@ class Connection(HttpToolsProtocol):
         )
         if not is_waiting or self._is_discarding or self.scheme == "https":
             return None  # asyncio closes it
-        self._is_half_closed, self.cycle.keep_alive = True, False
+        self._half_closed_s, self.cycle.keep_alive = time.monotonic(), False
         # A client that has gone looks the same: until its kernel forgets the connection.
         found: socket.socket | None = self.transport.get_extra_info("socket")
         if found is not None:
@@ -157,6 +159,7 @@ class Connection(HttpToolsProtocol):
         if is_too_long:
             self._refuse(_too_long())
         if self.parser.get_http_version() == "1.0":
+            self.cycle.__class__ = _OldCycle
             self.cycle.keep_alive = self.parser.should_keep_alive()
             self.cycle.waiting_for_100_continue = False  # which it does not know
 
@@ -183,7 +186,7 @@ class Connection(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
         self._note_waiting()
-        cycle.transport = self._running = _Answering(self)
+        cycle.transport = self._running = _Answering(self, cycle)
         self._task = task = self.loop.create_task(cycle.run_asgi(app))
         task.add_done_callback(self.tasks.discard)
         self.tasks.add(task)
@@ -243,10 +246,15 @@ class Connection(HttpToolsProtocol):
 
     def check_half_closed(self) -> None:
         """Close the connection if the client has gone."""
-        if self._is_half_closed:
-            found: socket.socket | None = self.transport.get_extra_info("socket")
-            if found is None or found.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-                self.abort()
+        now = time.monotonic()
+        if self._half_closed_s == math.inf:
+            return
+        found: socket.socket | None = self.transport.get_extra_info("socket")
+        if found is None or found.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self.abort()
+        elif now - self._half_closed_s > _PROBE_S and self._running is not None:
+            self._half_closed_s = now
+            self._running.probe()
 
     def abort(self) -> None:
         self.connections.discard(self)
@@ -265,22 +273,44 @@ class _Flow(FlowControl):
             super().resume_reading()
 
 
+class _OldCycle(RequestResponseCycle):
+    """A request of HTTP/1.0, which knows no chunks: a stream ends with its connection."""
+
+    async def send(self, message: Any) -> None:
+        if message["type"] != "http.response.start":
+            if self.is_stream:
+                self.expected_content_length = len(message.get("body", b""))
+        elif all(name != b"content-length" for name, _ in message["headers"]):
+            self.is_stream, self.chunked_encoding, self.keep_alive = True, False, False
+        await super().send(message)
+
+    is_stream = False
+
+
 class _Answering:
     """The transport of an answer: sends its head with its body, as each sending wakes the client,
     and closes the connection gently.
     """
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, cycle: Any) -> None:
         self._connection = connection
+        self._cycle = cycle
         self._head = b""
         self.is_closing = connection.transport.is_closing
 
     def write(self, data: bytes) -> None:
         if not self._head and data.startswith(b"HTTP/1.1 ") and not data.startswith(_CONTINUE):
             self._head = data
-        else:
+        elif not self.is_closing():
             self._connection.transport.write(self._head + data)
             self._head = b""
+
+    def probe(self) -> None:
+        """Send what a client that waits ignores, and at which the kernel of one that has gone
+        resets the connection.
+        """
+        if not (self._cycle.response_started or isinstance(self._cycle, _OldCycle)):
+            self._connection.transport.write(_CONTINUE + b"Continue\r\n\r\n")
 
     def flush(self) -> None:
         if self._head:

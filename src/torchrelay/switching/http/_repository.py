@@ -8,7 +8,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -123,8 +123,7 @@ class Repository:
             ConfigError: the file cannot be read.
             NotFoundError: the file has no such model.
         """
-        self.entries.update(self._read_again())
-        entry = self._entry(name)
+        entry = self.entries[name] = _entry(self._read_again(), name)
 
         def run() -> None:
             start = time.monotonic()
@@ -154,7 +153,7 @@ class Repository:
             NotFoundError: the file has no such model, or it is not loaded.
         """
         # Not after a load that is in progress: that may hang, and unloading ends it.
-        self._entry(name)
+        _entry(self.entries, name)
         self._retired.discard(name)
         self._switcher.unload(name)
         self._store.remove(name)
@@ -200,8 +199,9 @@ class Repository:
         known = {name: entry for name, entry in self.entries.items() if name in used}
         self.entries = {**found, **known}
 
-    def _entry(self, name: str) -> ModelEntry:
-        if name not in self.entries:
-            names = ", ".join(sorted(self.entries)) or "none"
-            raise NotFoundError(f"the models file has no model {name!r}; it has {names}")
-        return self.entries[name]
+
+def _entry(entries: Mapping[str, ModelEntry], name: str) -> ModelEntry:
+    if name not in entries:
+        names = ", ".join(sorted(entries)) or "none"
+        raise NotFoundError(f"the models file has no model {name!r}; it has {names}")
+    return entries[name]

@@ -140,7 +140,10 @@ class HttpServer(uvicorn.Server):
         soft = max(soft, min(2 * MAX_CONNECTIONS, hard))
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         self.limits.max_connections = min(MAX_CONNECTIONS, soft // 2)
-        await super().startup(sockets)
+        try:
+            await super().startup(sockets)
+        except OSError as error:  # of another server, which listens there since the start of this
+            raise UnavailableError(f"cannot serve: {error}; choose another --port") from error
         self._on_start()
 
     async def on_tick(self, counter: int) -> bool:

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
-__all__ = ["Code", "Source", "capture", "digest_of", "file_of", "run"]
+__all__ = ["Code", "Source", "capture", "digest_of", "file_of", "run", "use"]
 
 
 class Source(NamedTuple):
@@ -91,21 +91,35 @@ def digest_of(code: Code) -> str:
 
 
 def run(code: Code) -> ModuleType:
-    """Return the factory's module, executed once in this process.
+    """Return the factory's module, executed once in this process."""
+    use(code)
+    return importlib.import_module(code[0].name)
 
-    Modules of an older code lose their names to those of `code`, and go on living in the models
-    that were built from them.
+
+def use(code: Code) -> None:
+    """Let the names of `code` be those of its modules, for imports within functions too.
+
+    Modules of other codes that have the same names, such as an older version, lose theirs until
+    their code is used again.
     """
-    if code not in _modules:
-        older = [one.name for one in code if _texts.sources.get(one.name, one) != one]
-        for one in code:
-            if older:
+    if code is _texts.used:
+        return
+    _texts.used = code
+    if _texts not in sys.meta_path:
+        sys.meta_path.insert(0, _texts)
+    others = [_owners[one.name] for one in code if _texts.sources.get(one.name, one) != one]
+    for other in dict.fromkeys(others):
+        for one in other:
+            if _owners.get(one.name) == other:
+                del _owners[one.name], _texts.sources[one.name]
+                if one.name in sys.modules:
+                    _hidden.setdefault(other, {})[one.name] = sys.modules.pop(one.name)
+    for one in code:
+        if one.name not in _owners:
+            _owners[one.name], _texts.sources[one.name] = code, one
+            if others:
                 sys.modules.pop(one.name, None)
-            _texts.sources[one.name] = one
-        if _texts not in sys.meta_path:
-            sys.meta_path.insert(0, _texts)
-        _modules[code] = importlib.import_module(code[0].name)
-    return _modules[code]
+    sys.modules.update(_hidden.pop(code, {}))
 
 
 def _imported(source: Source) -> Iterator[str]:
@@ -133,6 +147,7 @@ class _Texts(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
 
     def __init__(self) -> None:
         self.sources: dict[str, Source] = {}
+        self.used: Code = ()  # the last one
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -159,5 +174,6 @@ class _Texts(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
         exec(compile(source.text, source.file, "exec"), module.__dict__)
 
 
-_modules: dict[Code, ModuleType] = {}
 _texts = _Texts()
+_owners: dict[str, Code] = {}  # by a module's name, the code that it is of now
+_hidden: dict[Code, dict[str, ModuleType]] = {}  # modules of codes that have lost their names

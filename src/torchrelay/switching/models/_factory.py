@@ -101,6 +101,7 @@ class Factory:
         """
         from torchrelay.deferred._materialization import (  # noqa: PLC0415 - takes a moment
             init_without_escapes,
+            materialize_module,
         )
 
         function = self._resolve()
@@ -108,10 +109,13 @@ class Factory:
         with self._calling(), contextlib.suppress(UnsupportedError, DeferredError):
             built, escaped = init_without_escapes(function)
             module = self._checked(built)
+            aliased = _aliased(module)
+            if aliased:
+                materialize_module(module)  # the tensors stay the same objects
+            if escaped or aliased:
+                _warn_of_hidden(self.reference, escaped + aliased)
             if not escaped and next(hidden_tensors(module), None) is None:
                 return module
-            if escaped:
-                _warn_of_hidden(self.reference, escaped)
         return self.build_module()
 
     @contextlib.contextmanager
@@ -196,11 +200,27 @@ def _warn_of_hidden(reference: str, count: int) -> None:
 
 
 def _reference_of(function: Callable[..., Any]) -> str:
-    module, path = getattr(function, "__module__", None), getattr(function, "__qualname__", "<")
+    module: Any
+    path: Any
+    owner = getattr(function, "__self__", None)
+    if isinstance(owner, type):  # a class method, which its class may have inherited
+        module, path = owner.__module__, f"{owner.__qualname__}.{function.__name__}"
+    else:
+        module = getattr(function, "__module__", None)
+        path = getattr(function, "__qualname__", "<")
     if not module or "<" in path:
         raise ArgumentError(
             f"{function!r} has no name that another process can import; define it at the top level "
             "of a module"
+        )
+    found: Any = sys.modules.get(module)
+    for name in path.split("."):
+        found = getattr(found, name, None)
+    # By kind, as the file may have been edited since.
+    if found is not None and _kind_of(found) != _kind_of(function):
+        raise ArgumentError(
+            f"{function!r} calls itself {module}:{path}, which is another one: give it the name "
+            "that leads to it, or pass that name"
         )
     # A script's __main__, or a file loaded by path, is no module for another process.
     if module != "__main__" and _is_findable(module):
@@ -214,10 +234,37 @@ def _reference_of(function: Callable[..., Any]) -> str:
     return f"{Path(file).resolve()}:{path}"
 
 
+def _kind_of(function: Any) -> str:
+    """Return what a function with its name has in common with its later versions, and not with
+    what it wraps.
+    """
+    code = getattr(function, "__code__", None)
+    return type(function).__name__ if code is None else str(code.co_name)
+
+
 def _is_findable(module: str) -> bool:
     """Return whether an import would find `module`'s package, without asking `sys.modules`."""
     top = module.partition(".")[0]
     return any(finder.find_spec(top, None) is not None for finder in sys.meta_path)
+
+
+def _aliased(module: torch.nn.Module) -> int:
+    """Return how many tensors of `module` something else refers to, too: to replace them in the
+    module would not reach that.
+    """
+    known: dict[int, list[Any]] = {}  # by id: the tensor, and the references that are the module's
+    for submodule in module.modules():
+        own = vars(submodule)
+        places = (submodule._parameters, submodule._buffers, own)
+        held = [one for place in places for one in place.values()]
+        for one in (*held, *(own.get("_flat_weights") or ())):  # of recurrent layers
+            if isinstance(one, torch.Tensor):
+                known.setdefault(id(one), [one, 0])[1] += 1
+        del held
+    one = None
+    alone: list[Any] = [object(), 0]
+    least = sys.getrefcount(alone[0])
+    return sum(sys.getrefcount(entry[0]) - entry[1] > least for entry in known.values())
 
 
 def hidden_tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:

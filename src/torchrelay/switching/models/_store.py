@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from torchrelay import _native
 from torchrelay._platform import need_core
 from torchrelay._resource import Resource
 from torchrelay.buffers import Segment
@@ -44,6 +45,7 @@ from torchrelay.switching.models._layout import ModelLayout, ModelStorage, layou
 __all__ = ["ModelStore", "StoredModel", "check_name", "naming"]
 
 _log = logging.getLogger("torchrelay.switching")
+_CHECKED_BYTES = 1 << 20  # for each checksum of the weights
 
 
 @dataclass(frozen=True)
@@ -92,11 +94,13 @@ class StoredModel:
         """
         return self.segment.tensor((end - start,), torch.uint8, start)
 
-    def is_same(self, other: StoredModel) -> bool:
-        """Return whether `other` is this model: its code, arguments, weights and inputs."""
-        return dataclasses.replace(
-            self, version=other.version, segment=other.segment
-        ) == other and torch.equal(self.bytes(0, self.size_bytes), other.bytes(0, other.size_bytes))
+    def identity(self) -> tuple[Any, ...]:
+        """Return what makes the model a version: its code, arguments, inputs and weights, these as
+        checksums.
+        """
+        known = vars(self).items()
+        own = [value for key, value in known if key not in ("version", "segment", "specs")]
+        return *own, _native.crc32c_blocks(self.segment.memory, _CHECKED_BYTES)
 
     def fingerprint(self) -> str:
         """Return a digest of everything but the values: equal models have equal profiles."""
@@ -120,7 +124,8 @@ class ModelStore(Resource):
     def __init__(self) -> None:
         need_core("torchrelay.switching")
         self._models: dict[str, StoredModel] = {}
-        self._versions: dict[str, int] = {}
+        # The last version of each name, and what it was, also once it is removed.
+        self._versions: dict[str, tuple[int, tuple[Any, ...]]] = {}
         self._lock = threading.Lock()
 
     def add(
@@ -210,13 +215,14 @@ class ModelStore(Resource):
         )
         for index, storage in enumerate(storages):
             model.storage(index).copy_(storage.bytes())
+        identity = model.identity()
         with self._lock:
             if not replace and name in self._models:  # since another thread added it
                 self._check_new(name)
-            version = self._versions.get(name, 0)
-            if name not in self._models or not model.is_same(self._models[name]):
+            version, last = self._versions.get(name, (0, ()))
+            if last != identity:
                 version += 1
-            self._versions[name] = version
+            self._versions[name] = version, identity
             self._models[name] = model = dataclasses.replace(model, version=version)
         return model
 

@@ -19,6 +19,7 @@ from torchrelay._helper import Channel
 from torchrelay.errors import ArgumentError, ModelError, PeerLostError, to_json
 from torchrelay.switching.device._cache import SharedCache
 from torchrelay.switching.generate import _messages as generate
+from torchrelay.switching.models import _code
 from torchrelay.switching.models._layout import Grouped
 from torchrelay.switching.worker import _messages, _training
 from torchrelay.switching.worker._binding import Arrivals, Binding
@@ -234,6 +235,7 @@ class ModelRunner:
         loaded = self._models.get(run.model)
         if loaded is None:
             raise ModelError(f"this worker could not build it: {self._failed[run.model]}")
+        _code.use(loaded.load.factory.code)
         loaded.missing = set(run.missing)
         whole = run.whole or run.is_profile or loaded.is_plain or len(run.offsets) == 1
         loaded.binding.bind(run.offsets, () if whole else run.missing)
@@ -255,7 +257,8 @@ class ModelRunner:
             with torch.inference_mode(), self._arriving(loaded, run):
                 return module(**self._inputs(run))
         except Exception as error:
-            if not overlaps and not isinstance(error, RuntimeError):
+            # What a thread of the model's raised is known by what it lacks then, at its first run.
+            if not (overlaps or run.is_profile or isinstance(error, RuntimeError)):
                 raise
         self._check_device()  # nothing reads the memory any more
         self._await_all(loaded, run)
@@ -346,8 +349,7 @@ def _described(error: BaseException) -> dict[str, Any]:
 
 def _named(results: Any) -> dict[str, torch.Tensor]:
     """Return a model's result as tensors by name, without other entries."""
-    if isinstance(results, torch.Tensor):
-        return {"output": results.detach()}
+    results = {"output": results} if isinstance(results, torch.Tensor) else results
     if isinstance(results, Mapping):
         pairs = [(str(name), value) for name, value in results.items()]
     elif dataclasses.is_dataclass(results):
@@ -359,6 +361,12 @@ def _named(results: Any) -> dict[str, torch.Tensor]:
     named = {name: value.detach() for name, value in pairs if isinstance(value, torch.Tensor)}
     if len({name for name, _ in pairs}) < len(pairs):
         raise ModelError("the model returned a dict with keys of the same text, such as 1 and '1'")
+    for name, value in named.items():
+        if value.layout is not torch.strided or value.is_nested or value.is_meta:
+            raise ModelError(
+                f"output {name!r} is a {type(value).__name__} of layout {value.layout} on "
+                f"{value.device}; return a dense tensor"
+            )
     if not named:
         raise ModelError(
             f"the model returned {type(results).__name__} without a tensor; return a tensor, or a "

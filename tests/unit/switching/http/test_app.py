@@ -16,12 +16,13 @@ import torch
 
 import switching_models as models
 from torchrelay.config import Switching
-from torchrelay.errors import ModelError
+from torchrelay.errors import ModelError, NotFoundError
 from torchrelay.switching import InputSpec, ModelStore, Reply
 from torchrelay.switching.daemon._owner import OwnersFuture
 from torchrelay.switching.http import _app, _messages
 from torchrelay.switching.http._messages import Response
 from torchrelay.switching.http._models_file import ModelEntry
+from torchrelay.switching.http._repository import Repository
 from unit.switching.http.test_connections import serve
 
 ENTRY = ModelEntry("chain", {})
@@ -349,7 +350,9 @@ def test_allowed_origins_may_use_the_server(store: ModelStore) -> None:
     )
     assert asked.status == 204 and asked.headers["Allow"] == "POST, OPTIONS"
     assert asked.headers["Access-Control-Allow-Origin"] == "https://app.example"
-    assert "Authorization" in asked.headers["Access-Control-Allow-Headers"]
+    wanted = {"access-control-request-headers": "authorization, x-stainless-lang"}
+    asked = server.call("OPTIONS", "/v1/models", origin | wanted)
+    assert asked.headers["Access-Control-Allow-Headers"] == "authorization, x-stainless-lang"
     for authorization, status in (("Bearer k", 200), ("", 401)):
         answer = server.call("GET", "/v2", {**origin, "authorization": authorization})
         assert answer.status == status  # the page may read the error, too
@@ -359,6 +362,25 @@ def test_allowed_origins_may_use_the_server(store: ModelStore) -> None:
     assert server.status("OPTIONS", "/v3") == 404
     anyone = Caller(store, allowed_origins="*")
     assert anyone.status("GET", "/v2", origin="https://evil.example") == 200
+
+
+def test_compressed_bodies_are_refused(store: ModelStore) -> None:
+    server = Caller(store)
+    for path in ("/v1/completions", "/v1/embeddings", "/v2/models/chain/infer"):
+        assert server.status("POST", path, **{"content-encoding": "gzip"}) == 415
+        assert server.status("POST", path, **{"content-encoding": "Identity"}) == 400
+
+
+def test_a_load_reads_the_entry_of_its_model_only(store: ModelStore) -> None:
+    entries = {name: ModelEntry(name, {}, load=False) for name in ("chain", "other", "gone")}
+    found = {name: ModelEntry(name, {}, keep_s=5.0) for name in ("chain", "other")}
+    switcher: Any = Caller(store).switcher
+    repository = Repository(switcher, store, dict(entries), lambda: found)
+    with contextlib.suppress(RuntimeError):  # there is no event loop
+        repository.load("chain")
+    assert repository.entries == {**entries, "chain": found["chain"]}
+    with pytest.raises(NotFoundError, match="no model 'gone'; it has chain, other"):
+        repository.load("gone")
 
 
 def test_a_request_has_one_host(store: ModelStore) -> None:

@@ -55,6 +55,11 @@ class Ok:
             return
         if self.limits.is_full_for(len(body)):
             status, body = 500, b"full"
+        if request.path == "/stream":
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+            await send({"type": "http.response.body", "body": b""})
+            return
         headers = [(b"content-length", str(len(body)).encode())]
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": body})
@@ -522,13 +527,12 @@ def test_half_closed_clients_get_their_answer(later: bool) -> None:
 def test_clients_that_are_gone_are_told_from_half_closed_ones(
     lost: asyncio.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """When their kernel has forgotten the connection, which here is at once."""
+    """They reset the connection when they get what half-closed clients ignore."""
     monkeypatch.setattr(_protocol, "_PROBE_S", 1)
     app = Ok()
 
     async def client(port: int) -> None:
         with socket.create_connection(("127.0.0.1", port)) as raw:
-            raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_LINGER2, -1)
             raw.sendall(REQUEST.replace(b" / ", b" /later "))
             respond = await app.later.get()
         await asyncio.wait_for(lost.wait(), 60)
@@ -548,6 +552,17 @@ def test_clients_of_the_first_version_may_keep_their_connection() -> None:
             assert await reader.readexactly(2) == b"ok"
         writer.write(b"GET / HTTP/1.0\r\n\r\n")
         assert b"connection: close" in await reader.read()
+        writer.close()
+
+    serve_nothing(client)
+
+
+def test_clients_of_the_first_version_get_streams_without_chunks() -> None:
+    async def client(port: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"GET /stream HTTP/1.0\r\nConnection: keep-alive\r\n\r\n")
+        head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+        assert body == b"ok" and b"chunked" not in head and b"connection: close" in head
         writer.close()
 
     serve_nothing(client)

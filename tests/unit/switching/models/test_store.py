@@ -28,6 +28,8 @@ from torchrelay.errors import (
 from torchrelay.switching import InputSpec, ModelStore, Switcher
 from torchrelay.switching.daemon._served import merged_copies
 from torchrelay.switching.device._host import HostMemory
+from torchrelay.switching.models._code import use
+from torchrelay.switching.models._factory import Factory
 from torchrelay.switching.models._layout import Grouped, layout_of
 from torchrelay.switching.models._store import StoredModel
 from torchrelay.switching.worker._binding import Binding
@@ -57,7 +59,9 @@ def test_a_bound_skeleton_computes_what_the_eager_model_does() -> None:
         assert all(torch.equal(expected[name], got[name]) for name in expected)
 
 
-@pytest.mark.parametrize("name", ["in_a_global", "in_a_cache", "in_a_deque", "in_slots"])
+@pytest.mark.parametrize(
+    "name", ["in_a_global", "in_a_cache", "in_a_class", "in_a_deque", "in_slots"]
+)
 def test_a_model_that_keeps_a_table_elsewhere_is_built_with_memory(name: str) -> None:
     x = torch.ones(1, 4)
     with ModelStore() as store:
@@ -132,6 +136,30 @@ def test_a_factory_gets_the_arguments_of_the_store_however_often_it_is_called() 
             assert bound(model)(x).shape == (1, 8)
 
 
+def test_a_factory_is_what_its_name_leads_to() -> None:
+    x = torch.ones(1, 4)
+    with ModelStore() as store:
+        model = store.add("once", models.NamedOnce.build, inputs={"x": x})
+        assert isinstance(bound(model), models.NamedOnce)
+        with pytest.raises(ArgumentError, match="in_a_class, which is another one"):
+            store.add("alias", models.alias, inputs={"x": x})
+
+
+def test_imports_within_a_forward_pass_are_those_of_its_own_model(tmp_path: Path) -> None:
+    code = "import torch\nclass Net(torch.nn.Linear):\n    def forward(self, x):\n"
+    code += "        from beside_of_net import K\n        return K\n"
+    factories = []
+    for k, folder in enumerate((tmp_path / "a", tmp_path / "b")):
+        folder.mkdir()
+        (folder / "net.py").write_text(code)
+        (folder / "beside_of_net.py").write_text(f"K = {k}\n")
+        factories.append(Factory.of(f"{folder}/net.py:Net", {"in_features": 1, "out_features": 1}))
+    nets = [one.build() for one in factories]
+    for k in (0, 1, 0):
+        use(factories[k].code)
+        assert nets[k](torch.ones(1)) == k
+
+
 def test_each_file_of_models_is_a_module_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -180,6 +208,8 @@ def test_outputs_are_named_or_refused() -> None:
     assert list(_named({"a": torch.ones(1), 2: torch.ones(1)})) == ["a", "2"]
     with pytest.raises(ModelError, match="keys of the same text"):
         _named({1: torch.ones(1), "1": torch.zeros(1)})
+    with pytest.raises(ModelError, match=r"'output' is a Tensor of layout torch\.sparse_coo"):
+        _named(torch.eye(2).to_sparse())
 
 
 def test_weights_come_from_a_safetensors_file(tmp_path: Path) -> None:
@@ -279,6 +309,8 @@ def test_a_version_is_its_code_and_weights(
         main.write_text(code.format(module=f"{part.parent.name}.width"))
         assert add(2, seed=1) == 4
         part.write_text("K = 1\n")
+        assert add(1) == 5
+        store.remove("m")
         assert add(1) == 5
         code_of = [model.factory.code for _, model in added]
         assert code_of[0] == code_of[1] != code_of[2] == code_of[4] != code_of[5]
