@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 from hf_models import language_model
-from report import parser_of, table, write
+from report import parser_of, percentile, table, write
 
 from torchrelay.switching import GenerateOptions, ModelStore, Switcher
 
@@ -68,15 +68,10 @@ class Times(NamedTuple):
     def cells(self) -> list[str]:
         """Return p50 and p99 of both in ms, the longest stall, and tokens a second."""
         found = [
-            f"{1e3 * _percentile(v, p):.0f}" for v in (self.first, self.between) for p in (50, 99)
+            f"{1e3 * percentile(v, p):.0f}" for v in (self.first, self.between) for p in (50, 99)
         ]
         count = len(self.first) + len(self.between)
         return [*found, f"{1e3 * max(self.between):.0f}", f"{count / self.wall_s:.0f}"]
-
-
-def _percentile(values: list[float], percent: int) -> float:
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, round(percent / 100 * (len(ordered) - 1)))]
 
 
 def prompt_of(name: str, request: int, load: Load) -> list[int]:

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from report import free_port, parser_of, table, write
+from report import free_port, parser_of, percentile, table, write
 
 from torchrelay.switching import ModelStore, Switcher
 
@@ -273,7 +273,7 @@ def rate_rows(
             way: statistics.median(rate for rate, *_ in runs) for way, runs in by_way.items()
         }
         for way, runs in by_way.items():
-            times = sorted(1e3 * one for _, each, _ in runs for one in each)
+            times = [1e3 * one for _, each, _ in runs for one in each]
             spread = [rate for rate, *_ in runs]
             used_us = 1e6 * statistics.median(used_s for _, _, used_s in runs)
             rows.append(
@@ -281,7 +281,7 @@ def rate_rows(
                     str(count),
                     way,
                     f"{medians[way]:.0f} ({min(spread):.0f} to {max(spread):.0f})",
-                    f"{times[len(times) // 2]:.2f} / {times[int(0.99 * len(times))]:.2f}",
+                    f"{percentile(times, 50):.2f} / {percentile(times, 99):.2f}",
                     f"{used_us:.0f}",
                     f"{medians[way] / next(iter(medians.values())):.2f}",
                 ]
@@ -342,8 +342,7 @@ def call_rows(times: dict[str, list[float]]) -> list[list[str]]:
     base = statistics.median(times["pipe"])
     rows = []
     for way, each in times.items():
-        each.sort()
-        p10, p50, p99 = (each[int(share * len(each))] for share in (0.1, 0.5, 0.99))
+        p10, p50, p99 = (percentile(each, percent) for percent in (10, 50, 99))
         ratio = statistics.median(each) / base
         rows.append([way, f"{p10:.3f}", f"{p50:.3f}", f"{p99:.3f}", f"{ratio:.2f}"])
     return rows

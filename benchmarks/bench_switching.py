@@ -37,7 +37,7 @@ from typing import Any
 
 import torch
 from hf_models import NAMES, SMOKE, build, inputs_of
-from report import RESULTS, parser_of, save, subplots, table, write
+from report import RESULTS, parser_of, percentile, save, subplots, table, write
 
 from torchrelay.switching import ModelStore, Switcher
 
@@ -61,12 +61,8 @@ def timed(function: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def percentile(seconds: list[float], share: float) -> float:
-    return sorted(seconds)[min(len(seconds) - 1, int(share * len(seconds)))]
-
-
 def shown(seconds: list[float]) -> str:
-    return f"{1e3 * statistics.median(seconds):.2f} / {1e3 * percentile(seconds, 0.99):.2f}"
+    return f"{1e3 * statistics.median(seconds):.2f} / {1e3 * percentile(seconds, 99):.2f}"
 
 
 def first_tensor(result: Any) -> torch.Tensor:
@@ -526,7 +522,7 @@ def plot_throughput(data: dict[str, Any]) -> None:
         ]
         axes[0].plot(cycles, [100 * a / b for a, b in zip(*rates, strict=True)], "o-", label=pair)
         for way, style in (("switched", "o-"), ("ready", "--")):
-            p99 = [1e3 * percentile(runs[way], 0.99) for runs in by_cycle.values()]
+            p99 = [1e3 * percentile(runs[way], 99) for runs in by_cycle.values()]
             axes[1].plot(cycles, p99, style, label=f"{pair}, {way}")
     axes[0].set(ylim=(0, None), xlabel="switch every, s", ylabel="throughput, % of ready")
     axes[0].axhline(100, color="black", linewidth=0.5)

@@ -107,11 +107,15 @@ def spread(values: list[float]) -> str:
     return f"{statistics.median(values):.2f} s ({min(values):.2f} to {max(values):.2f})"
 
 
+def percentile(values: Sequence[float], percent: int) -> float:
+    """The least of the values that `percent` of them do not exceed."""
+    return sorted(values)[max(0, -(-percent * len(values) // 100) - 1)]
+
+
 def milliseconds(values: list[float]) -> list[str]:
     """Median, 99th percentile and most of times in seconds, for a table."""
-    ordered = sorted(values)
-    p99 = ordered[max(0, -(-99 * len(ordered) // 100) - 1)]
-    return [f"{1e3 * value:.0f} ms" for value in (statistics.median(ordered), p99, ordered[-1])]
+    found = statistics.median(values), percentile(values, 99), max(values)
+    return [f"{1e3 * value:.0f} ms" for value in found]
 
 
 def gigabytes(size_bytes: float) -> str:
