@@ -26,7 +26,6 @@ import hypothesis
 import pytest
 
 import namespaces
-import preloaded
 from ranks import Job, RankResult, RunProcesses, run_job, run_together
 from torchrelay.world import World
 
@@ -60,26 +59,6 @@ def run_processes(request: pytest.FixtureRequest) -> RunProcesses:
         return run_job(job, size, timeout_s)
 
     return run
-
-
-@pytest.fixture(scope="module", autouse=True)
-def preloaded_workers(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Start the workers of a ``Switcher`` in this process without importing torch each time.
-
-    Those of a server (``torchrelay serve``) and of scripts start as they do for users.
-    """
-    if request.path.parts[-3:-1] not in (("multi", "switching"), ("faults", "switching")):
-        yield
-        return
-    from torchrelay._helper import HelperProcess
-    from torchrelay.switching.worker import _fork_server
-
-    def start(command: list[str]) -> HelperProcess:
-        return HelperProcess([preloaded.python(), *command[1:]])
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_fork_server, "HelperProcess", start)
-        yield
 
 
 @pytest.fixture

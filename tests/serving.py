@@ -1,4 +1,6 @@
-"""A running `torchrelay serve` with the models of `switching_models`, and requests to it."""
+"""A running `torchrelay serve` with the models of `switching_models`, and requests to it; and
+workers that start fast.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
+
 import preloaded
 import switching_models as models
+from torchrelay._helper import HelperProcess
+from torchrelay.switching.worker import _fork_server
 from waiting import eventually
 
 MODELS = Path(models.__file__)
@@ -71,6 +77,21 @@ def make():
 """
 
 X = {"name": "x", "datatype": "FP32", "shape": [1, 64], "data": [1.0] * 64}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def preloaded_workers() -> Iterator[None]:
+    """Start the workers of a ``Switcher`` in this process without importing torch each time.
+
+    Those of a server (``torchrelay serve``) and of scripts start as they do for users.
+    """
+
+    def start(command: list[str]) -> HelperProcess:
+        return HelperProcess([preloaded.python(), *command[1:]])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_fork_server, "HelperProcess", start)
+        yield
 
 
 class Server(NamedTuple):

@@ -6,7 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from serving import Server, serve
+from serving import Server, preloaded_workers, serve
+
+__all__ = ["preloaded_workers"]  # of every test here
 
 
 @pytest.fixture(scope="module")
