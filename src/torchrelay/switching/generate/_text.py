@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,12 @@ from torchrelay.errors import ArgumentError, StorageError, UnsupportedError
 
 __all__ = ["TextStream", "Tokenizer"]
 
+# The characters as which byte-level tokenizers write bytes: their own, or others if they have none.
+_PRINTED = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_OTHERS = [one for one in range(0x100) if one not in _PRINTED]
+_BYTES = {chr(one): one for one in _PRINTED} | {
+    chr(0x100 + i): one for i, one in enumerate(_OTHERS)
+}
 _MAX_HELD = 16  # tokens; what is no character by then will be none
 
 
@@ -90,6 +97,16 @@ class Tokenizer:
     def text_of(self, token: int) -> str:
         """Return the text of one token by itself."""
         return str(self._fast.decode([token], skip_special_tokens=False))
+
+    def bytes_of(self, token: int) -> bytes:
+        """Return the UTF-8 of one token by itself, which may be a part of a character."""
+        text, piece = self.text_of(token), self._fast.id_to_token(token) or ""
+        if "\ufffd" not in text:
+            return text.encode()
+        if found := re.fullmatch("<0x([0-9A-F]{2})>", piece):  # of SentencePiece
+            return bytes.fromhex(found[1])
+        is_known = all(one in _BYTES for one in piece)
+        return bytes(_BYTES[one] for one in piece) if is_known else text.encode()
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of tokens, without special ones."""

@@ -340,12 +340,10 @@ class _Chat(_Form):
         if choice.sequence.sampling.logprobs >= 0:
             content = [
                 {
-                    **_token(token, event.logprob),
-                    "top_logprobs": [
-                        _token(_text_of(answer.model, one), value) for one, value in event.top
-                    ],
+                    **_token(answer.model, event.token, event.logprob),
+                    "top_logprobs": [_token(answer.model, *one) for one in event.top],
                 }
-                for token, event in choice.logprobs
+                for _, event in choice.logprobs
             ]
             logprobs = {"content": content, "refusal": None}
         if is_chunk:
@@ -389,8 +387,11 @@ class _Completion(_Form):
         }
 
 
-def _token(text: str, logprob: float) -> dict[str, Any]:
-    return {"token": text, "logprob": logprob, "bytes": [*text.encode()]}
+def _token(model: StoredModel, token: int, logprob: float) -> dict[str, Any]:
+    known, text = model.generating, _text_of(model, token)
+    has_text = known is not None and known.tokenizer is not None
+    found = known.text(model.name).bytes_of(token) if known and has_text else text.encode()
+    return {"token": text, "logprob": logprob, "bytes": [*found]}
 
 
 def _text_of(model: StoredModel, token: int) -> str:

@@ -12,6 +12,7 @@ import json
 import logging
 import random
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -28,6 +29,9 @@ from torchrelay.errors import ArgumentError, DeferredError, ModelError, Unsuppor
 from torchrelay.switching.models._code import Code, capture, file_of, run
 
 _log = logging.getLogger("torchrelay.switching")
+
+# Of a process's threads one builds at a time: they share the random states and the modules' names.
+_building = threading.RLock()
 
 __all__ = ["Factory", "hidden_tensors", "random_state", "restore_random", "seed_random"]
 
@@ -87,9 +91,10 @@ class Factory:
         Raises:
             ModelError: it raised.
         """
-        function = self._resolve()
-        with self._calling():
-            return function()
+        with _building:
+            function = self._resolve()
+            with self._calling():
+                return function()
 
     def build_module(self) -> torch.nn.Module:
         """Call the function, check that it returned a module, and return that for inference."""
@@ -104,18 +109,19 @@ class Factory:
             materialize_module,
         )
 
-        function = self._resolve()
-        # Not every initialisation can be recorded; the eager one always can be run.
-        with self._calling(), contextlib.suppress(UnsupportedError, DeferredError):
-            built, escaped = init_without_escapes(function)
-            module = self._checked(built)
-            aliased = _aliased(module)
-            if aliased:
-                materialize_module(module)  # the tensors stay the same objects
-            if escaped or aliased:
-                _warn_of_hidden(self.reference, escaped + aliased)
-            if not escaped and next(hidden_tensors(module), None) is None:
-                return module
+        with _building:
+            function = self._resolve()
+            # Not every initialisation can be recorded; the eager one always can be run.
+            with self._calling(), contextlib.suppress(UnsupportedError, DeferredError):
+                built, escaped = init_without_escapes(function)
+                module = self._checked(built)
+                aliased = _aliased(module)
+                if aliased:
+                    materialize_module(module)  # the tensors stay the same objects
+                if escaped or aliased:
+                    _warn_of_hidden(self.reference, escaped + aliased)
+                if not escaped and next(hidden_tensors(module), None) is None:
+                    return module
         return self.build_module()
 
     @contextlib.contextmanager

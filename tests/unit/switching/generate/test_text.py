@@ -40,6 +40,15 @@ def test_parts_add_up_to_the_text_and_hold_whole_characters(
     assert not any("\ufffd" in one for one in parts)
 
 
+def test_bytes_of_tokens_add_up_to_the_text(tokenizer: Tokenizer) -> None:
+    text = "once é a ¤ two\tä"
+    ids = tokenizer.encode(text)
+    assert b"".join(map(tokenizer.bytes_of, ids)) == text.encode()
+    assert "\ufffd" in "".join(map(tokenizer.text_of, ids))  # parts of characters
+    with pytest.raises(ArgumentError, match="is not Unicode"):
+        tokenizer.encode("\ud800")
+
+
 def test_parts_of_random_tokens_add_up_to_their_text(tokenizer: Tokenizer) -> None:
     draw = random.Random(0)
     for _ in range(200):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -158,6 +159,26 @@ def test_imports_within_a_forward_pass_are_those_of_its_own_model(tmp_path: Path
     for k in (0, 1, 0):
         use(factories[k].code)
         assert nets[k](torch.ones(1)) == k
+
+
+def test_models_that_threads_build_have_their_own_modules_and_random_numbers(
+    tmp_path: Path,
+) -> None:
+    code = "import time, torch\ntime.sleep(0.01)\nfrom size_of_net import K\ndef net():\n"
+    code += "    first = torch.nn.Linear(1, K)\n    time.sleep(0.01)\n"
+    code += "    return torch.nn.Sequential(first, torch.nn.Linear(K, 1))\n"
+    references = []
+    for k in range(1, 5):
+        folder = tmp_path / str(k)
+        folder.mkdir()
+        (folder / "net.py").write_text(code)
+        (folder / "size_of_net.py").write_text(f"K = {k}\n")
+        references.append(f"{folder}/net.py:net")
+    with ThreadPoolExecutor(4) as pool:
+        built = list(pool.map(lambda one: Factory.of(one).build(), references))
+    for net, reference in zip(built, references, strict=True):
+        again = Factory.of(reference).build()
+        assert all(map(torch.equal, net.parameters(), again.parameters()))
 
 
 def test_each_file_of_models_is_a_module_of_its_own(
