@@ -178,8 +178,7 @@ class Node:
             self.feed()
 
     def start_round(self) -> None:
-        now_s = self.world.now_s
-        self.phase, self.round_s = "round", max(self.entered_s, now_s - 0.5 * TIMEOUT_S)
+        self.phase, self.round_s = "round", self.world.now_s
         self.ask()
         self.machine.begin()
         self.feed()

@@ -143,10 +143,7 @@ class Agreement:
     def _decide(self, started_s: float) -> Formation:
         """Publish what this member knows until there is a formation that it can enter."""
         machine, peers, waited_s = self.machine, self._peers, time.monotonic()
-        # The others have been silent since this member began the last collective, at least. Those
-        # that answer may need some time more to get here.
-        timeout_s = self.settings.timeout_s
-        patience_s = max(timeout_s - (seconds_since_boot() - self._entered_s), timeout_s / 2)
+        patience_s = self.settings.timeout_s
         while True:
             self._look()
             formation = machine.decide()
@@ -164,8 +161,7 @@ class Agreement:
             self._check(started_s)
             if time.monotonic() - waited_s > patience_s:
                 _logger.warning("%s waits: %s", self.member, self._reason())
-                waited_s, timeout_s = time.monotonic(), _LONGER * timeout_s
-                patience_s = timeout_s
+                waited_s, patience_s = time.monotonic(), _LONGER * patience_s
                 machine.wait_no_longer()
 
     def _received(self) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -188,7 +184,7 @@ class Agreement:
                 is_lost = found != member and seen_s > known_s
             if is_lost:
                 machine.lose(member)
-        timeout_s = self.settings.timeout_s
+        timeout_s = self.settings.timeout_s  # since the last collective began, at least
         if seconds_since_boot() - self._entered_s > timeout_s:
             silent = peers.unanswered(timeout_s / 2)
             machine.miss(one for one in self.met.formation.members if address_of(one) in silent)

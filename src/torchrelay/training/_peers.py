@@ -197,7 +197,8 @@ class Peers:
 
     async def _keep_publishing(self, address: str) -> None:
         redial_s = _REDIAL_S
-        while True:
+        # Python before 3.12 loses a cancellation that comes when a connection does.
+        while self._targets.get(address) is asyncio.current_task():
             dialed_s = time.monotonic()
             self._unreached.add(address)
             try:

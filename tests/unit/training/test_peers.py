@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
@@ -68,6 +69,14 @@ def test_one_that_could_not_be_reached_is_tried_again_when_it_comes(
     late = member(stack, port=port)
     late.publish({"value": 2}, [here.address])
     assert late.received.get(timeout=60) == (here.member, {"value": 1})
+
+
+def test_a_connection_that_is_given_up_is_not_made_again(stack: ExitStack) -> None:
+    """Even if the cancellation of its task is lost."""
+    here = member(stack)
+    lost = here._keep_publishing(join("127.0.0.1", free_port()))
+    asyncio.run_coroutine_threadsafe(lost, here._loop).result(timeout=60)
+    assert not here._unreached
 
 
 def test_strangers_are_turned_away_while_members_connect(stack: ExitStack) -> None:
