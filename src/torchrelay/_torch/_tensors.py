@@ -32,7 +32,14 @@ __all__ = [
     "trunc_normal",
     "waited",
     "weak_storage",
+    "what_fails_without_memory",
 ]
+
+# What torch raises where it takes a tensor without memory past the operators.
+_NEEDS_MEMORY = {
+    "its data is not allocated yet": "memory",
+    "already associated to a python object of type FakeTensor": "subclass",
+}
 
 
 def has_fast_bfloat16() -> bool:
@@ -218,3 +225,11 @@ def saved_tensor(file: Any, start: int, size_bytes: int) -> tuple[torch.Tensor, 
 def weak_storage(tensor: torch.Tensor) -> StorageWeakRef:
     """Return what equals that of a tensor over the same memory only, and keeps no memory alive."""
     return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+
+
+def what_fails_without_memory(error: RuntimeError) -> str:
+    """Return what torch wanted of a tensor without memory, past the operators: "memory", or to make
+    a "subclass" of it; "" if the error is another.
+    """
+    text = str(error)
+    return next((what for part, what in _NEEDS_MEMORY.items() if part in text), "")

@@ -24,14 +24,32 @@ from torchrelay.deferred._operators import Operator, describe, trunc_normal
 from torchrelay.deferred._recording import FakeSession, record
 from torchrelay.deferred._tensor import FakeTensor, fake_from_region
 from torchrelay.deferred._values import ahead, by_value, for_real, read_values
-from torchrelay.errors import DeferredError, UnsupportedError
+from torchrelay.errors import DeferredError, TorchRelayError, UnsupportedError
 
 __all__ = ["enter"]
 
 aten = torch.ops.aten
 
 Handler = Callable[[Any, Operator, tuple[Any, ...], dict[str, Any]], Any]
-_handlers: dict[int, tuple[Handler, Operator]] = {}  # by the ids of operations
+# Why torch cannot take a tensor without memory past the operators, and what to do instead, with
+# deferred_init and with fake_mode.
+_REFUSALS: dict[str, tuple[type[TorchRelayError], str, str]] = {
+    "memory": (
+        DeferredError,
+        "A function of torch needs the memory of a deferred tensor, as those do that take sizes or "
+        "indices in a tensor, or read its storage; give it numbers, such as tolist() returns.",
+        "A function of torch needs the memory of a fake tensor, as those do that take sizes or "
+        "indices in a tensor, or read its storage; give it numbers, or call it outside of "
+        "fake_mode.",
+    ),
+    "subclass": (
+        UnsupportedError,
+        "A class of tensors that is made by _make_subclass takes the memory of a tensor, and "
+        "cannot be deferred; make the module outside of deferred_init.",
+        "A class of tensors that is made by _make_subclass takes the memory of a tensor, and "
+        "cannot be fake; make the tensor outside of fake_mode.",
+    ),
+}
 
 
 class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -60,7 +78,11 @@ def _dispatches(kind: type[torch.Tensor]) -> bool:
 
 @contextmanager
 def enter(session: FakeSession) -> Iterator[None]:
-    """Make ``session`` the innermost of this thread; the caller closes it."""
+    """Make ``session`` the innermost of this thread; the caller closes it.
+
+    Raises:
+        DeferredError, UnsupportedError: torch took a tensor of the block past the operators.
+    """
     active = sessions.active()
     mode: _Mode | None = None
     if not active:
@@ -74,6 +96,12 @@ def enter(session: FakeSession) -> Iterator[None]:
     active.append(session)
     try:
         yield
+    except RuntimeError as error:
+        refusal = _REFUSALS.get(_torch.what_fails_without_memory(error))
+        if refusal is None:
+            raise
+        kind, *sentences = refusal
+        raise kind(sentences[not session.deferred]) from error
     finally:
         active.pop()
         if mode is not None:
@@ -187,12 +215,8 @@ def _is_fsdp1_with_init(frame: FrameType) -> bool:
 
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Execute ``func``: for real without fake arguments, else on shapes, recorded if deferred."""
-    found = _handlers.get(id(func))  # an overload's hash is computed in Python
-    if found is None:
-        operator = describe(func)
-        found = _handlers[id(func)] = _handler_of(operator), operator
-    handler, operator = found
-    result = handler(func, operator, args, kwargs)
+    operator = describe(func)
+    result = _handler_of(operator)(func, operator, args, kwargs)
     return _any(func, operator, args, kwargs) if result is NotImplemented else result
 
 

@@ -12,25 +12,12 @@ from torchrelay.deferred._dispatch import enter
 from torchrelay.deferred._modules import note_escapes, own_tensors
 from torchrelay.deferred._recording import FakeSession
 from torchrelay.deferred._tensor import FakeTensor, created
-from torchrelay.errors import ArgumentError, DeferredError, TorchRelayError, UnsupportedError
+from torchrelay.errors import ArgumentError
 
 __all__ = ["deferred_init", "is_deferred"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
-# What torch raises where it takes a deferred tensor past its operators, and what to do instead.
-_REFUSALS: dict[str, tuple[type[TorchRelayError], str]] = {
-    "its data is not allocated yet": (
-        DeferredError,
-        "A function of torch needs the memory of a deferred tensor, as those do that take sizes or "
-        "indices in a tensor, or read its storage; give it numbers, such as tolist() returns.",
-    ),
-    "already associated to a python object of type FakeTensor": (
-        UnsupportedError,
-        "A class of tensors that is made by _make_subclass takes the memory of a tensor, and "
-        "cannot be deferred; make the module outside of deferred_init.",
-    ),
-}
 
 
 def deferred_init(fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -62,12 +49,9 @@ def deferred_init(fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R
         with enter(session):
             result = fn(*args, **kwargs)
         note_escapes(created.lives, result)
-    except BaseException as error:
+    except BaseException:
         session.close(done=False)
         note_escapes(created.lives, None)
-        for text, (kind, sentence) in _REFUSALS.items():
-            if isinstance(error, RuntimeError) and text in str(error):
-                raise kind(sentence) from error
         raise
     finally:
         created.lives = outer

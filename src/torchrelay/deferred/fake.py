@@ -28,8 +28,10 @@ def fake_mode(*, fake_cuda: bool | None = None) -> Iterator[None]:
             creating a tensor on one raises, as it does without the mode.
 
     Raises:
+        DeferredError: a function of torch needs the memory of a fake tensor.
         UnavailableError: a device is absent, with ``fake_cuda=False``.
-        UnsupportedError: a fake mode of torch is active.
+        UnsupportedError: a fake mode of torch is active, or a class of tensors takes the memory of
+            a fake tensor.
 
     >>> with fake_mode():
     ...     a = torch.ones([10])

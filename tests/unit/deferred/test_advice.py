@@ -187,6 +187,19 @@ _WRONG = {
         r"tolist\(\)",
         _same(lambda: torch.arange(3).tensor_split(torch.tensor([1]).tolist())[1]),
     ),
+    "sizes in a tensor, in fake_mode": _Wrong(
+        lambda: _under(fake_mode(), lambda: torch.arange(3).tensor_split(torch.tensor([1]))[1]),
+        "give it numbers",
+        lambda path: (
+            torch.tensor(_under(fake_mode(), lambda: torch.arange(3).tensor_split([1])[1]).shape),
+            torch.tensor([2]),
+        ),
+    ),
+    "a parameter of a class of its own, in fake_mode": _Wrong(
+        lambda: _under(fake_mode(), _marked),
+        "outside of fake_mode",
+        lambda path: (_marked(), torch.ones(3)),
+    ),
     "a storage": _Wrong(
         lambda: _materialized(lambda: torch.tensor(torch.ones(3).untyped_storage().tolist())),
         r"tolist\(\)",
