@@ -38,7 +38,7 @@ from torchrelay import _torch
 from torchrelay._boxes import Box
 from torchrelay._names import names_options
 from torchrelay._progress import Progress, tracking
-from torchrelay.checkpoint._types import Manifest, TensorDescription
+from torchrelay.checkpoint._types import Manifest, TensorDescription, is_metadata
 from torchrelay.checkpoint.engine._engine import MAX_STAGING_BYTES, Save, SaveOptions
 from torchrelay.checkpoint.engine._group import check_same
 from torchrelay.checkpoint.engine._read import (
@@ -409,7 +409,9 @@ def _pickled(value: Any) -> io.BytesIO:
 
 
 def _metadata(manifest: Manifest) -> Metadata:
-    found: dict[str, Any] = {key: BytesStorageMetadata() for key in manifest.objects}
+    found: dict[str, Any] = {
+        key: BytesStorageMetadata() for key in manifest.objects if not is_metadata(key)
+    }
     for key, entry in manifest.tensors.items():
         chunks = [
             ChunkStorageMetadata(torch.Size(chunk.box.offsets), torch.Size(chunk.box.sizes))

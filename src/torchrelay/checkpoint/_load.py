@@ -281,7 +281,9 @@ def _execute(
     reader.fill(zip(plan.segments, targets, strict=True), advance, verify=verify)
     for fill in plan.fills:
         fill()
-    missing, unexpected = [*plan.missing], [*plan.unexpected]
+    # What an object accepts that decides so is not missing.
+    missing = [key for key, (item, _) in plan.missing.items() if not plan.is_judge(item)]
+    unexpected = [*plan.unexpected]
     for index, item in enumerate(owners):
         try:
             found = plan.give(item)
@@ -316,7 +318,7 @@ def _failure(plan: LoadPlan, owners: Sequence[PartPlan], index: int, error: Exce
 
 
 def _materialize(item: PartPlan, plan: LoadPlan) -> None:
-    part, keeps = item.part, plan.request.initialize_missing
+    part, keeps = item.part, plan.request.initialize_missing or plan.is_judge(item)
     missing = {name for name in part.leaves if f"{part.start}{name}" in plan.missing}
     absent = part.leaves.keys() - {*item.taken.values()}
     materialize_module(

@@ -19,13 +19,22 @@ import torch
 
 from torchrelay._boxes import Box
 from torchrelay.checkpoint._save import save
-from torchrelay.checkpoint._types import INDEX
+from torchrelay.checkpoint._types import INDEX, METADATA, is_metadata
 from torchrelay.checkpoint.engine._output import grouped
 from torchrelay.checkpoint.engine._read import ChunkReader, ChunkSlice, ReadOptions, segments_of
 from torchrelay.checkpoint.format._manifest import PARSING_ERRORS, Parser, parse
 from torchrelay.checkpoint.format._pickles import load_pickled
 from torchrelay.checkpoint.format._values import Encoded, decode, encode
-from torchrelay.checkpoint.state._state import Index, flatten, insert, key_of, leaf_path, put
+from torchrelay.checkpoint.state._state import (
+    Index,
+    TupleIndex,
+    finished,
+    flatten,
+    insert,
+    key_of,
+    leaf_path,
+    put,
+)
 from torchrelay.checkpoint.state._tensors import dtype_of
 from torchrelay.checkpoint.storage._contract import storage_errors
 from torchrelay.errors import (
@@ -63,16 +72,18 @@ def read_state(
     state: dict[str, Any] = {}
     if _is_torch_file(path):
         leaves = flatten(_read_torch(path), expand=True)
-        for key in _keys(leaves, prefix, path):
-            insert(state, _without(prefix, leaves[key].path), leaves[key].value)
-        return state
+        for key, inner in _paths({key: leaf.path for key, leaf in leaves.items()}, prefix, path):
+            insert(state, inner, leaves[key].value)
+        found: dict[str, Any] = finished(state)
+        return found
     reader = ChunkReader.open(path, ReadOptions(), ChunkReader.check_all)
     with closing(reader):
         manifest = reader.manifest.without_exports()
         targets: list[tuple[ChunkSlice, torch.Tensor]] = []
         held = {**manifest.objects, **manifest.tensors}
-        keys = {**{key: None for key in manifest.paths if key not in held}, **held}
-        for key in _keys(keys, prefix, path):
+        keys = [*(key for key in manifest.paths if key not in held), *held]
+        paths = {key: leaf_path(manifest.paths.get(key, (key,))) for key in keys}
+        for key, inner in _paths(paths, prefix, path):
             if key in manifest.objects:
                 value = read_value(key, manifest.objects[key])
             elif key not in manifest.tensors:
@@ -86,19 +97,27 @@ def read_state(
                 whole = Box.whole(entry.shape)
                 segments = segments_of(key, entry, whole)
                 targets += [(one, value[one.inner.within(whole)]) for one in segments]
-            insert(state, _without(prefix, leaf_path(manifest.paths.get(key, (key,)))), value)
+            insert(state, inner, value)
         reader.fill(targets, verify=True)
-        return state
+        read: dict[str, Any] = finished(state)
+        return read
 
 
-def _keys(keys: Mapping[str, Any], prefix: str, path: str) -> list[str]:
-    found = [key for key in keys if key.startswith(prefix)]
-    if keys and not found:
-        shown = ", ".join(map(repr, [*keys][:3]))
+def _paths(
+    paths: Mapping[str, tuple[Any, ...]], prefix: str, location: str
+) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """Yield the keys that begin with ``prefix``, and their paths without it."""
+    keys = [key for key in paths if not is_metadata(key)]
+    if keys and not any(key.startswith(prefix) for key in keys):
+        shown = ", ".join(map(repr, keys[:3]))
         raise ArgumentError(
-            f"{path}: no key begins with {prefix!r}; its {len(keys)} keys begin with {shown}"
+            f"{location}: no key begins with {prefix!r}; its {len(keys)} keys begin with {shown}"
         )
-    return found
+    for key, path in paths.items():
+        if key.startswith(prefix):
+            inner = _without(prefix, path)
+            if not is_metadata(key) or METADATA in inner:  # else it is of what the prefix divides
+                yield key, inner
 
 
 def _without(prefix: str, path: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -203,7 +222,8 @@ def _write_dcp(state: dict[str, Any], target: str) -> list[str]:
             except dcp.CheckpointException as error:  # of this process alone
                 (cause, _), *_ = error.failures.values()
                 raise (cause.__context__ or cause) from None
-    return [key for key, leaf in flatten(state, expand=True).items() if leaf.is_empty]
+    leaves = flatten(state, expand=True)
+    return [key for key, leaf in leaves.items() if leaf.is_empty and not is_metadata(key)]
 
 
 @contextmanager
@@ -234,6 +254,8 @@ def _write_torch(state: dict[str, Any], target: str) -> list[str]:
     """
     originals: dict[str, Any] = {}
     for key, leaf in flatten(state, expand=True).items():
+        if is_metadata(key):
+            continue
         path = [_stored_step(key, step) for step in leaf.path]
         if not isinstance(leaf.value, torch.Tensor) and not _is_read(leaf.value):
             originals[key] = path, encode(key, leaf.value)
@@ -256,7 +278,7 @@ def _originals_name(archive: zipfile.ZipFile) -> str:
 
 def _stored_step(key: str, step: Any) -> Any:
     if isinstance(step, Index):
-        return int(step)
+        return ~int(step) if isinstance(step, TupleIndex) else int(step)
     if not _is_read(step):
         raise ArgumentError(
             f"{key}: torch.load refuses a dictionary with the key {step!r}; convert to another "

@@ -30,6 +30,7 @@ __all__ = [
     "MANIFEST",
     "MAX_DEPTH",
     "MAX_HEADER_BYTES",
+    "METADATA",
     "NOTE_NAME",
     "Chunk",
     "DataFile",
@@ -41,10 +42,12 @@ __all__ = [
     "TensorDescription",
     "TensorEntry",
     "check_count",
+    "is_metadata",
 ]
 
 MANIFEST = "manifest.json"
 EXPORT = "$export."  # begins the key of a copy for other readers, in a dtype of its own
+METADATA = "$metadata"  # in a state dict: its modules' versions, see :mod:`.state._metadata`
 INDEX = "model.safetensors.index.json"  # Hugging Face's, of a model in several files
 DATA_NAME = re.compile(r"data-\d{5,}-\d{5,}\.safetensors", re.ASCII)
 MAX_DEPTH = 100  # of nested states and values
@@ -112,6 +115,11 @@ _TABLE = [
 ]
 # By torch's name without "torch.".
 DTYPES: Mapping[str, Dtype] = {dtype.name: dtype for dtype in _TABLE}
+
+
+def is_metadata(key: str) -> bool:
+    """Return whether a key is of the versions of modules, which no state dict has as an entry."""
+    return METADATA in key and METADATA in key.split(".")
 
 
 def check_count(name: str, value: int | None) -> None:
@@ -215,8 +223,8 @@ class Manifest:
     """What a checkpoint holds. ``objects`` are the encoded values (see :mod:`.format._values`).
 
     ``paths`` gives, for each key of a nested state, what leads to it: keys of dictionaries (other
-    than strings as tuples of one encoded value), and indices of lists. A key that is in neither
-    ``tensors`` nor ``objects`` is that of an empty dictionary.
+    than strings as tuples of one encoded value), indices of lists, and ``~index`` of tuples. A key
+    that is in neither ``tensors`` nor ``objects`` is that of an empty dictionary.
     """
 
     id: str

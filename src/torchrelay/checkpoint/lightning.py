@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
-from torch.utils._pytree import tree_map_only
 
 from torchrelay.checkpoint._save import save
 from torchrelay.checkpoint._tools import read_state
+from torchrelay.checkpoint.state._state import flatten, put
 from torchrelay.checkpoint.storage._contract import Path, text_of
 from torchrelay.errors import ArgumentError
 
@@ -49,5 +49,7 @@ class CheckpointIO(TorchCheckpointIO):  # type: ignore[misc]
         """
         state = read_state(text_of(path))
         if isinstance(map_location, str | torch.device):
-            state = tree_map_only(torch.Tensor, lambda tensor: tensor.to(map_location), state)
+            for leaf in flatten(state).values():
+                if isinstance(leaf.value, torch.Tensor):
+                    put(state, leaf.path, leaf.value.to(map_location))
         return state

@@ -200,3 +200,45 @@ def test_wrappers_under_dtensors_are_stored_by_shard(world: World, tmp_path: Pat
         assert torch.equal(local(found).b, local(saved).b)
         with pytest.raises(MismatchError, match="another layout"):
             load({"x": made(9.0, other)}, tmp_path / name)
+
+
+class _Old(torch.nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(6, 6)
+
+
+class _New(_Old):
+    """Has a weight ten times as large."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *rest: Any) -> None:
+        if metadata["version"] < 2:
+            state[f"{prefix}weight"] = state[f"{prefix}weight"] * 10
+        super()._load_from_state_dict(state, prefix, metadata, *rest)
+
+
+@pytest.mark.processes(2)
+def test_versions_of_sharded_modules(world: World, tmp_path: Path) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    from torchrelay.deferred import deferred_init
+
+    _start(world)
+    torch.manual_seed(0)
+    old: Any = torch.nn.Sequential(_Old(), torch.nn.BatchNorm1d(6))
+    weight = old[0].weight.detach().clone()
+    fully_shard(old)
+    save({"model": old}, tmp_path / "c")
+    for make in (lambda kind: kind(), deferred_init):
+        new: Any = make(lambda: torch.nn.Sequential(_New(), torch.nn.BatchNorm1d(6)))
+        fully_shard(new)
+        assert load({"model": new}, tmp_path / "c") == ([], [])
+        assert torch.equal(new[0].weight.full_tensor(), weight * 10)
+
+    # Each rank has a stage of a pipeline; only one has a module with a version of its own.
+    kinds = (torch.nn.BatchNorm1d, torch.nn.LayerNorm)
+    stage = torch.nn.ModuleDict({str(world.rank): kinds[world.rank](6)})
+    save({"model": stage}, tmp_path / "stages")
+    whole = torch.nn.ModuleDict({str(rank): kind(6) for rank, kind in enumerate(kinds)})
+    assert load({"model": whole}, tmp_path / "stages") == ([], [])

@@ -8,6 +8,7 @@ import resource
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -76,6 +77,42 @@ def test_wrappers_there_and_back_by_every_format(tmp_path: Path) -> None:
     found = TwoTensor(torch.zeros(3), torch.zeros(3))
     assert load({"two": found, "list": [two]}, tmp_path / "end") == ([], [])
     assert (found.a.tolist(), found.b.tolist()) == ([1.0] * 3, [2.0] * 3)
+
+
+# Keys of dictionaries that torch.load does not read by default, as which DCP's strings come back.
+KEYS: dict[str, Any] = {
+    "a number of NumPy": np.int64(3),
+    "a truth value of NumPy": np.bool_(True),
+    "a frozen set": frozenset({1}),
+    "a path": Path("a"),
+    "bytes": b"",
+}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("kind", KEYS)
+def test_keys_that_are_no_strings_in_every_format(kind: str, tmp_path: Path) -> None:
+    key = KEYS[kind]
+    state = {"inner": {key: torch.ones(2)}, "values": ({key: 3},)}
+    save(state, tmp_path / "ours", fsync=False)
+    torch.save(state, tmp_path / "of_torch.pt")
+    for source in ("ours", "of_torch.pt"):
+        for to in FORMATS:
+            target = tmp_path / f"{source}-{to}"
+            result = _run("convert", tmp_path / source, target, "--to", to)
+            if to == "torch":
+                assert isinstance(result.exception, ArgumentError)
+                assert f"the key {key!r}" in str(result.exception) and not target.exists()
+                continue
+            assert result.exit_code == 0, result.output
+            (found,) = flatten(
+                read_state(str(target))["inner"] if to != "safetensors" else read_state(str(target))
+            ).values()
+            assert torch.equal(found.value, torch.ones(2))
+            if to != "safetensors":
+                name = key if to == "torchrelay" else str(key)
+                assert found.path == (name,) and type(found.path[0]) is type(name)
+                assert read_state(str(target))["values"] == state["values"]
 
 
 def test_safetensors_with_an_index(tmp_path: Path) -> None:

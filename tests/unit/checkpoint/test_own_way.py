@@ -217,6 +217,7 @@ HISTORIES: dict[str, tuple[Any, Any]] = {
     "a longer list of tensors": ([torch.ones(2), torch.ones(3)], [torch.zeros(2)]),
     "other keys": ({1: {"x": torch.ones(1)}, "y": [{}]}, {"x": 3, 1: None}),
     "a pair": ((torch.ones(2), 3), (torch.zeros(2), 4)),
+    "pairs for None": ([(torch.ones(2), (torch.zeros(1),)), [torch.ones(1)]], None),
     "a value for a dictionary": (7, {"x": torch.ones(1)}),
 }
 
@@ -323,6 +324,42 @@ def test_the_owner_judges_what_goes_through_its_code(tmp_path: Path) -> None:
     found_keys = load({"model": other}, tmp_path / "d", strict=False)
     assert found_keys == ([], ["model.0.bias"])
     assert torch.equal(other[1].weight, saved[1].weight)
+
+
+class _Growing(torch.nn.Linear):
+    """Has a part more than it had, or less, which a hook accepts after a load."""
+
+    def __init__(self, accepts: str, *parts: str) -> None:
+        super().__init__(2, 2)
+        for part in parts:
+            self.register_buffer(part, torch.rand(2))
+        self._accepts = accepts
+        self.register_load_state_dict_post_hook(self._accept)
+
+    @staticmethod
+    def _accept(module: Any, keys: Any) -> None:
+        for found in (keys.missing_keys, keys.unexpected_keys):
+            found[:] = [key for key in found if not key.endswith(module._accepts)]
+
+
+@pytest.mark.parametrize("way", ["eager", "deferred"])
+@pytest.mark.parametrize(("before", "after"), [((), ("new",)), (("new",), ())])
+def test_a_hook_after_the_load_accepts_keys(
+    before: Any, after: Any, way: str, tmp_path: Path
+) -> None:
+    def made(accepts: str = "new") -> Any:
+        return torch.nn.Sequential(_Growing(accepts, *after), torch.nn.Linear(2, 2))
+
+    saved = torch.nn.Sequential(_Growing("", *before), torch.nn.Linear(2, 2))
+    save({"model": saved}, tmp_path / "c")
+    torch.manual_seed(1)
+    expected = _by_torch(saved, made())
+    torch.manual_seed(1)
+    found = deferred_init(made) if way == "deferred" else made()
+    assert load({"model": found}, tmp_path / "c") == ([], [])
+    assert _values(found) == _values(expected)
+    with pytest.raises(MismatchError, match=r"Missing key|Unexpected key"):
+        load({"model": made(accepts="none")}, tmp_path / "c")
 
 
 class _Rare(torch.optim.SGD):

@@ -446,6 +446,4 @@ class Parser:
 
 def _is_step(step: Any) -> bool:
     """Return whether ``step`` is a key, an index, or a tuple of a key that is not a string."""
-    if type(step) is tuple:
-        return len(step) == 1
-    return type(step) is str or (type(step) is int and step >= 0)
+    return type(step) in (str, int) or (type(step) is tuple and len(step) == 1)

@@ -18,7 +18,7 @@ from torchrelay import _torch
 from torchrelay.checkpoint._types import check_count
 from torchrelay.checkpoint.engine._group import Group
 from torchrelay.checkpoint.plan._plan import EXPORT, Exports
-from torchrelay.checkpoint.state._state import Leaf, flatten, insert
+from torchrelay.checkpoint.state._state import Leaf, finished, flatten, insert
 from torchrelay.checkpoint.state._subclasses import SUBCLASS
 from torchrelay.checkpoint.state._tensors import memory_of
 from torchrelay.checkpoint.storage._contract import storage_errors
@@ -112,7 +112,7 @@ def exported(state: Any, layout: HuggingFace, ranks: Group) -> tuple[Any, Export
         value = made.get(key, leaf.value)
         if value is not None or key not in made:
             insert(prepared, leaf.path, value)
-    return prepared, replace(exports, names=names)
+    return finished(prepared), replace(exports, names=names)
 
 
 def _chosen(state: Any, layout: HuggingFace) -> tuple[dict[str, Leaf], Exports]:

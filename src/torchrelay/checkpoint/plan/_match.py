@@ -20,14 +20,15 @@ import torch
 from torchrelay import _torch
 from torchrelay._boxes import Box
 from torchrelay.checkpoint._tasks import no_collection
-from torchrelay.checkpoint._types import Manifest
+from torchrelay.checkpoint._types import METADATA, Manifest, is_metadata
 from torchrelay.checkpoint.engine._read import ChunkSlice, segments_of
 from torchrelay.checkpoint.format._quantized import Scales
 from torchrelay.checkpoint.format._values import decode
-from torchrelay.checkpoint.plan._part_plan import PartPlan
+from torchrelay.checkpoint.plan._part_plan import PartPlan, member
+from torchrelay.checkpoint.state._metadata import restored
 from torchrelay.checkpoint.state._optimizers import check_state, known_sections, may_lack, numbered
 from torchrelay.checkpoint.state._parts import ModulePart, OptimizerPart, Part
-from torchrelay.checkpoint.state._state import ORDINARY, Leaf, check_put, relative_path
+from torchrelay.checkpoint.state._state import ORDINARY, Leaf, check_put, insert, relative_path
 from torchrelay.checkpoint.state._subclasses import SUBCLASS, Subclass, block_of
 from torchrelay.checkpoint.state._tensors import check_target, is_waiting, memory_of, tensor_state
 from torchrelay.deferred import is_deferred
@@ -97,15 +98,31 @@ class LoadPlan:
                 stacklevel=9,  # the caller of load()
             )
 
+    def is_judge(self, item: PartPlan) -> bool:
+        """Return whether an object decides which keys it needs, in the end: a strict module with
+        hooks of others that may accept what is missing or unexpected, if something is there.
+        """
+        request, part = self.request, item.part
+        return (
+            request.strict
+            and not request.initialize_missing
+            and isinstance(part, ModulePart)
+            and part.may_accept
+            and bool(item.taken)
+        )
+
     def give(self, item: PartPlan) -> Any:
         """Give an object its state; return what its ``load_state_dict`` returns."""
         part, strict = item.part, self.request.strict
         if isinstance(part, ModulePart) and part.is_plain:
             return None
-        lacking = {
-            key.removeprefix(part.start) for key, (of, _) in self.missing.items() if of is item
+        # Otherwise, what is lacking was initialised, or is another name of a tied tensor.
+        left_out = {
+            key.removeprefix(part.start)
+            for key, (of, _) in self.missing.items()
+            if of is item and (not strict or self.is_judge(item))
         }
-        given = item.given(strict=strict, lacking=lacking, is_foreign=self.manifest.is_foreign)
+        given = item.given(left_out=left_out, is_foreign=self.manifest.is_foreign)
         return part.hand_over(given, strict=strict)
 
 
@@ -138,10 +155,15 @@ class _Matching:
         for item in plan.parts:
             part = item.part
             keys = [] if part.owner is None else self._keys_of(part)
+            if isinstance(part, ModulePart):
+                names = [key.removeprefix(part.start) for key in keys]
+                item.part = part = part.saved_with(self._metadata_of(part.start), names)
             if isinstance(part, OptimizerPart):
                 item.parameters = numbered(part, self.manifest)
                 check_state(part, item.parameters, self.manifest, keys, plan.location)
             self._match_leaves(item, keys)
+            if part.owner is None:
+                self._note_versions(part)
             for key in keys:
                 if key not in self.known and self._takes(item, key):
                     self._take(item, key)
@@ -156,6 +178,7 @@ class _Matching:
             for key in (*self.manifest.tensors, *self.manifest.objects)
             if key.startswith(plan.request.prefix)
             and key not in self.known
+            and not is_metadata(key)
             # Nor are the parts of a tensor that other ranks have.
             and (".@" not in key or f"{key.partition('.@')[0]}.{SUBCLASS}" not in self.known)
         ]
@@ -166,16 +189,53 @@ class _Matching:
 
     def _keys_of(self, part: Part) -> list[str]:
         """Return the keys of the checkpoint that are an object's, in their order there."""
-        start, end = part.start, f"{part.start}\U0010ffff"
-        keys = self.sorted[bisect_left(self.sorted, start) : bisect_left(self.sorted, end)]
         inner = tuple(
             one.start
             for one in (item.part for item in self.plan.parts)
-            if one.owner is not None and one is not part and one.start.startswith(start)
+            if one.owner is not None and one is not part and one.start.startswith(part.start)
         )
         return sorted(
-            (key for key in keys if not key.startswith(inner)), key=self.order.__getitem__
+            (key for key in self._under(part.start) if not key.startswith(inner)),
+            key=self.order.__getitem__,
         )
+
+    def _under(self, start: str) -> list[str]:
+        """Return the keys of the checkpoint that begin with ``start``, sorted."""
+        first, last = (bisect_left(self.sorted, one) for one in (start, f"{start}\U0010ffff"))
+        return self.sorted[first:last]
+
+    def _metadata_of(self, start: str) -> dict[str, Any] | None:
+        """Return the versions that the checkpoint has of the modules of a state dict, be it a part
+        of a larger one; None if it has none.
+        """
+        steps = start.split(".")[:-1]
+        for depth in range(len(steps), -1, -1):
+            place = ".".join([*steps[:depth], METADATA])
+            keys = self._under(f"{place}.")
+            if keys or place in self.order:
+                found: dict[str, Any] = {}
+                for key in keys:
+                    path = relative_path(self.manifest.paths.get(key, ()), key, f"{place}.")
+                    insert(found, path, decode(key, self.manifest.objects.get(key, {})))
+                inner = "".join(f"{step}." for step in steps[depth:])
+                return {
+                    f"{name}.".removeprefix(inner)[:-1]: local
+                    for name, local in found.items()
+                    if f"{name}.".startswith(inner)
+                }
+        return None
+
+    def _note_versions(self, part: Part) -> None:
+        """Give the state dicts in a dictionary the versions of what they are filled with."""
+        noted = {key.split(METADATA)[0]: key for key in self.order if is_metadata(key)}
+        for start, key in noted.items():
+            path = relative_path(self.manifest.paths.get(key, ()), key, part.start)
+            here = part.state
+            for step in path[: path.index(METADATA)] if METADATA in path else ():
+                here = member(here, step)
+            if hasattr(here, "_metadata") and start.startswith(part.start):
+                versions = restored(self._metadata_of(start) or {}, here)
+                self.plan.fills.append(partial(setattr, here, "_metadata", versions))
 
     def _match_leaves(self, item: PartPlan, keys: Sequence[str]) -> None:
         """Match what the state has."""
@@ -225,7 +285,7 @@ class _Matching:
         top = self._path(part, key)[0]
         if isinstance(part, OptimizerPart):
             return top in known_sections(part)
-        return part.is_free(str(top))
+        return part.is_free(str(top)) or (self.plan.is_judge(item) and not is_metadata(key))
 
     def _path(self, part: Part, key: str) -> tuple[Any, ...]:
         return part.path(relative_path(self.manifest.paths.get(key, ()), key, part.start))
@@ -361,7 +421,7 @@ class _Matching:
 
     def _check_missing(self) -> None:
         missing = self.plan.missing
-        bad = [key for key, (one, leaf) in missing.items() if self._is_bad(key, one.part, leaf)]
+        bad = [key for key, (one, leaf) in missing.items() if self._is_bad(key, one, leaf)]
         if bad:
             waiting = any(is_waiting(missing[key][1].value) for key in bad)
             raise MismatchError(
@@ -386,8 +446,11 @@ class _Matching:
         near = ends or inner or get_close_matches(bad[0], [*self.order][:_COMPARED], n=_NEAR)
         return f"it has {_listed(near[:_NEAR])}, " if near else ""
 
-    def _is_bad(self, key: str, part: Part, leaf: Leaf) -> bool:
+    def _is_bad(self, key: str, item: PartPlan, leaf: Leaf) -> bool:
         """Return whether a strict load needs a key that the checkpoint lacks."""
+        part = item.part
+        if self.plan.is_judge(item):
+            return False
         if is_waiting(leaf.value):
             return not self.plan.request.initialize_missing
         return not (isinstance(part, OptimizerPart) and may_lack(part, key, self.manifest))

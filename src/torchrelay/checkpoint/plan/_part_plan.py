@@ -5,7 +5,7 @@ values, and the state that they make up.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Container, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,14 +13,22 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from torchrelay import _torch
-from torchrelay.checkpoint._types import TensorEntry
+from torchrelay.checkpoint._types import METADATA, TensorEntry
+from torchrelay.checkpoint.state._metadata import noted
 from torchrelay.checkpoint.state._parts import Part, Path
-from torchrelay.checkpoint.state._state import ORDINARY, Index, insert, is_nested, key_of
+from torchrelay.checkpoint.state._state import (
+    ORDINARY,
+    Index,
+    TupleItems,
+    insert,
+    is_nested,
+    key_of,
+)
 from torchrelay.checkpoint.state._subclasses import SUBCLASS, joined
 from torchrelay.checkpoint.state._tensors import is_waiting
 from torchrelay.errors import DeferredError
 
-__all__ = ["PartPlan"]
+__all__ = ["PartPlan", "member"]
 
 
 @dataclass(eq=False)
@@ -77,15 +85,13 @@ class PartPlan:
         for name in filter(self.part.is_own, self.waiting):
             self.memory[name] = _blank(self.part.leaves[name].value)
 
-    def given(self, *, strict: bool, lacking: set[str], is_foreign: bool) -> Any:
-        """Return the state to give to the owner. ``lacking`` are the leaves that the checkpoint
-        lacks.
-        """
+    def given(self, *, left_out: Container[str], is_foreign: bool) -> Any:
+        """Return the state to give to the owner, without the leaves ``left_out``."""
         tree: dict[Any, Any] = {}
         for path in self.paths:
             is_tensor = path in self.taken
             insert(tree, path, self.tensor(self.taken[path]) if is_tensor else self.values[path])
-        return self.part.completed(self._shaped(tree, self.part.state, is_foreign), strict, lacking)
+        return self.part.completed(self._shaped(tree, self.part.state, is_foreign), left_out)
 
     def _shaped(self, tree: Any, fresh: Any, is_foreign: bool, path: Path = ()) -> Any:
         """Return ``tree`` with the types of containers and tensors that the owner has there."""
@@ -93,23 +99,28 @@ class PartPlan:
             tree = dict(enumerate(tree))  # DCP stores keys that are integers as indices
         if isinstance(tree, dict):
             shaped = {
-                name: self._shaped(tree[name], _member(fresh, name), is_foreign, (*path, name))
+                name: self._shaped(tree[name], member(fresh, name), is_foreign, (*path, name))
                 for name in tree
+                if name != METADATA
             }
             if SUBCLASS in tree:
                 wrapper = fresh if isinstance(fresh, torch.Tensor) else None
                 key = f"{self.part.start}{key_of(path)}"
                 return joined(key, shaped, wrapper, self.parameter(path))
-            return _like(shaped, fresh)
-        if isinstance(tree, list) and any(isinstance(one, torch.Tensor | dict) for one in tree):
+            made = _like(shaped, fresh)
+            return noted(made, tree[METADATA]) if METADATA in tree else made
+        if isinstance(tree, TupleItems) or (
+            isinstance(tree, list)
+            and any(isinstance(one, torch.Tensor | dict | list) for one in tree)
+        ):
             items = [
-                self._shaped(item, _member(fresh, index), is_foreign, (*path, Index(index)))
+                self._shaped(item, member(fresh, index), is_foreign, (*path, Index(index)))
                 for index, item in enumerate(tree)
             ]
             if isinstance(fresh, tuple) and is_nested(fresh):  # else it is stored as one value
-                made = getattr(fresh, "_make", type(fresh))
-                return made(items) if len(items) == len(fresh) else tuple(items)
-            return items
+                make = getattr(fresh, "_make", type(fresh))
+                return make(items) if len(items) == len(fresh) else tuple(items)
+            return tuple(items) if isinstance(tree, TupleItems) else items
         return tree
 
 
@@ -152,7 +163,7 @@ def _blank_of(
         return torch.empty(shape, dtype=dtype, device=like.device)
 
 
-def _member(container: Any, name: Any) -> Any:
+def member(container: Any, name: Any) -> Any:
     """Return what a container of the owner has under a name, if it has it."""
     if isinstance(container, Mapping):
         return container.get(name)

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Container, Mapping, MutableMapping, Sequence
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
+from torchrelay.checkpoint.state._metadata import noted, restored
 from torchrelay.checkpoint.state._state import (
     Index,
     Leaf,
@@ -93,8 +95,8 @@ class Part:
         """Return the path of a leaf as the owner wants it."""
         return path
 
-    def completed(self, given: Any, strict: bool, lacking: set[str]) -> Any:
-        """Add what the owner has and the checkpoint lacks."""
+    def completed(self, given: Any, left_out: Container[str]) -> Any:
+        """Add what the owner has and the checkpoint lacks, but for the names ``left_out``."""
         for name, value in self.state.items():
             given.setdefault(name, value)
         return given
@@ -105,7 +107,42 @@ class Part:
 
 
 class ModulePart(Part):
-    """A module."""
+    """A module.
+
+    Attributes:
+        metadata: the versions of its modules in the checkpoint; None if it does not have them.
+    """
+
+    metadata: Mapping[str, Any] | None = None
+
+    def saved_with(self, metadata: Mapping[str, Any] | None, names: Sequence[str]) -> ModulePart:
+        """Return the part for a checkpoint with these versions of its modules and these ``names``:
+        modules of another version now convert what they are given.
+        """
+        if metadata is None:
+            return self
+        made, saved = copy.copy(self), restored(metadata, names)
+        made.metadata = metadata
+        made.own_code += tuple(
+            f"{name}." if name else ""
+            for name, local in getattr(self.state, "_metadata", {}).items()
+            if saved.get(name, local) != local
+        )
+        return made
+
+    def renewed(self) -> Part:
+        made = ModulePart(self.start, self.owner)
+        made.metadata, made.own_code = self.metadata, self.own_code
+        return made
+
+    @cached_property
+    def may_accept(self) -> bool:
+        """Return whether a hook of others may accept that keys are missing or unexpected."""
+        return not all(
+            _is_trusted(hook)
+            for module in self.owner.modules()
+            for hook in module._load_state_dict_post_hooks.values()
+        )
 
     def _own_code(self) -> tuple[str, ...]:
         if super()._own_code():
@@ -147,15 +184,14 @@ class ModulePart(Part):
     def is_free(self, name: str) -> bool:
         return self.is_own(name) or name.rpartition(".")[2] == _EXTRA
 
-    def completed(self, given: Any, strict: bool, lacking: set[str]) -> Any:
+    def completed(self, given: Any, left_out: Container[str]) -> Any:
         state = copy.copy(self.state)  # with the versions of its modules
         for name in [*state]:
-            # What is lacking with ``strict`` was initialised, or is another name of a tied tensor.
             is_judged_by_owner = self.is_free(name) and not _is_empty(state[name])
-            if name in given or is_judged_by_owner or (not strict and name in lacking):
+            if name in given or is_judged_by_owner or name in left_out:
                 del state[name]
         state.update(given)
-        return state
+        return state if self.metadata is None else noted(state, self.metadata)
 
     def hand_over(self, given: Any, *, strict: bool) -> Any:
         load = self.owner.load_state_dict
@@ -180,14 +216,14 @@ class OptimizerPart(Part):
             rest[0] = int(rest[0]) if section == "state" else Index(rest[0])
         return (section, *rest)
 
-    def completed(self, given: Any, strict: bool, lacking: set[str]) -> Any:
+    def completed(self, given: Any, left_out: Container[str]) -> Any:
         saved = given.get("param_groups", [])
         groups = [
             {**group, **(saved[index] if index < len(saved) else {})}
             for index, group in enumerate(self.state["param_groups"])
         ]
         given = {**given, "state": given.get("state", {}), "param_groups": groups}
-        return super().completed(given, strict, lacking)
+        return super().completed(given, left_out)
 
 
 def parts_of_state(state: Any, prefix: str) -> list[Part]:

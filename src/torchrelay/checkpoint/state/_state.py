@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import torch
 
 from torchrelay import _torch
-from torchrelay.checkpoint._types import MAX_DEPTH, StatePath
+from torchrelay.checkpoint._types import MAX_DEPTH, METADATA, StatePath
 from torchrelay.checkpoint.format._values import decode
+from torchrelay.checkpoint.state._metadata import noted, stored
 from torchrelay.checkpoint.state._subclasses import SUBCLASS, parts_of
 from torchrelay.errors import ArgumentError, CorruptionError, TorchRelayError
 
@@ -17,7 +18,10 @@ __all__ = [
     "ORDINARY",
     "Index",
     "Leaf",
+    "TupleIndex",
+    "TupleItems",
     "check_put",
+    "finished",
     "flatten",
     "insert",
     "is_nested",
@@ -35,6 +39,14 @@ ORDINARY = (torch.Tensor, torch.nn.Parameter)  # tensors that are neither deferr
 
 class Index(int):
     """A position in a list, as distinct from an integer key of a dictionary."""
+
+
+class TupleIndex(Index):
+    """A position in a tuple."""
+
+
+class TupleItems(list[Any]):
+    """The items of a tuple while it is made."""
 
 
 class Leaf(NamedTuple):
@@ -69,7 +81,7 @@ def flatten(state: Any, *, expand: bool = False) -> dict[str, Leaf]:
     Dictionaries are flattened, lists that hold tensors, dictionaries or stateful objects, tuples
     that hold tensors or stateful objects, and tensors that are wrappers around others. A stateful
     object is a leaf or, with ``expand``, is replaced by its state dict. With ``expand``, an empty
-    dictionary is a leaf too.
+    dictionary is a leaf too, and so are the versions of modules that a state dict has.
 
     Raises:
         ArgumentError: two leaves would have the same key, the state is nested too deep, or it is no
@@ -110,6 +122,9 @@ def _visit_mapping(
         )
     if expand and path and not state:
         _add(found, path, start[:-1], {})
+    metadata = stored(state) if expand and state else None
+    if metadata is not None:
+        _visit(found, (*path, METADATA), f"{start}{METADATA}", metadata, expand)
     for name, item in state.items():
         key = f"{start}{name!s}"
         if type(item) in ORDINARY and key not in found:
@@ -140,8 +155,9 @@ def _visit(
         _visit_mapping(found, path, f"{key}.", value, expand)
         return
     elif isinstance(value, list | tuple) and is_nested(value):
+        kind = TupleIndex if isinstance(value, tuple) else Index
         for index, item in enumerate(value):
-            _visit(found, (*path, Index(index)), f"{key}.{index}", item, expand)
+            _visit(found, (*path, kind(index)), f"{key}.{index}", item, expand)
         return
     _add(found, path, key, value)
 
@@ -175,7 +191,7 @@ def leaf_path(path: StatePath) -> tuple[Any, ...]:
     return tuple(
         decode(f"{path}: a key", step[0])
         if isinstance(step, tuple)
-        else (Index(step) if type(step) is int else step)
+        else ((Index(step) if step >= 0 else TupleIndex(~step)) if type(step) is int else step)
         for step in path
     )
 
@@ -214,8 +230,21 @@ def insert(state: dict[Any, Any], path: tuple[Any, ...], value: Any) -> None:
             return
         missing = here[step] is None if isinstance(here, list) else step not in here
         if missing:
-            here[step] = [] if isinstance(path[depth], Index) else {}
+            after = path[depth]
+            is_tuple = isinstance(after, TupleIndex)
+            here[step] = TupleItems() if is_tuple else [] if isinstance(after, Index) else {}
         here = here[step]
+
+
+def finished(state: Any) -> Any:
+    """Return what :func:`insert` made, with tuples and with the versions of modules in place."""
+    if type(state) is dict:
+        items = {name: finished(item) for name, item in state.items() if name != METADATA}
+        return noted(items, state[METADATA]) if METADATA in state else items
+    if type(state) in (list, TupleItems):
+        found = map(finished, state)
+        return tuple(found) if type(state) is TupleItems else [*found]
+    return state
 
 
 def check_put(state: Any, path: tuple[Any, ...]) -> None:
