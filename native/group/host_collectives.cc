@@ -18,8 +18,9 @@ namespace {
 
 // Tags; those of users are not negative.
 constexpr std::int32_t kRecords = -1, kParts = -2, kSums = -3;
-// Whoever waits for the cause of a delay names it; those behind it wait this much longer.
-constexpr std::chrono::seconds kGrace{2};
+// Whoever waits for the cause of a delay names it; those behind it wait this much longer, if some rank waits
+// for others of its host.
+constexpr std::chrono::nanoseconds kGrace = std::chrono::seconds(2);
 constexpr std::uint64_t kAnySize = ~std::uint64_t{0};  // each pair of ranks has its own
 constexpr std::uint8_t kBytes = 255;                   // of no type
 
@@ -67,8 +68,11 @@ class Round {
         host(at.host_of(at.rank)),
         mine(static_cast<std::size_t>(local.rank())),
         first_(operation_),
-        deadline_(operation_.start + operation_.timeout + kGrace) {
-    operation.timeout += 2 * kGrace;
+        grace_(std::ranges::any_of(at.ranks, [](const auto& ranks) { return ranks.size() > 1; })
+                   ? kGrace
+                   : std::chrono::nanoseconds(0)),
+        deadline_(operation_.start + operation_.timeout + grace_) {
+    operation.timeout += 2 * grace_;
   }
 
   HostGroup& group;
@@ -140,7 +144,7 @@ class Round {
   }
 
   std::chrono::nanoseconds left() const {
-    return std::max<std::chrono::nanoseconds>(deadline_ - kGrace - Messenger::Clock::now(), {});
+    return std::max<std::chrono::nanoseconds>(deadline_ - grace_ - Messenger::Clock::now(), {});
   }
 
   void broadcast_here(Block block, int root) {
@@ -238,6 +242,7 @@ class Round {
   }
 
   const Operation first_;  // whoever is missing here is named by its host
+  const std::chrono::nanoseconds grace_;
   const Messenger::Clock::time_point deadline_;
   std::vector<std::unique_ptr<std::byte[]>> scratch_;
   std::vector<std::byte> keep_, table_;

@@ -186,7 +186,7 @@ class Agreement:
                 machine.lose(member)
         timeout_s = self.settings.timeout_s  # since the last collective began, at least
         if seconds_since_boot() - self._entered_s > timeout_s:
-            silent = peers.unanswered(timeout_s / 2)
+            silent = peers.unanswered(timeout_s / 4)
             machine.miss(one for one in self.met.formation.members if address_of(one) in silent)
 
     def _take(self, value: dict[str, Any]) -> None:

@@ -216,7 +216,7 @@ class Membership:
 
     def left_out(self, formation: Formation) -> set[str]:
         """Return those that could not be in ``formation``, and should not be tried again soon."""
-        return ({*self._contacts()} | self.silent) - _names(formation.members)
+        return {*self._contacts()} - _names(formation.members)
 
     def objection(self) -> str:
         """Return why this member does not go on with those that it is in contact with."""

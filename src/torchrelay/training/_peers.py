@@ -72,7 +72,7 @@ class Peers:
         address: where it listens, ``host:port``; port 0: any.
         secret: of the job. ``key_name``: compared with that of others, to name the cause.
         about: what must be equal on all members, described for messages.
-        ask_after_s: how long this member waits for others before it connects to them.
+        ask_after_s: how often this member connects anew to those that it waits for.
 
     Attributes:
         others: the addresses of those that it waits for.
@@ -169,7 +169,7 @@ class Peers:
             while True:
                 await asyncio.sleep(self._ask_after_s / 2)
                 since_s = self.waits_since_s
-                if since_s > self._asked_s and time.monotonic() - since_s > self._ask_after_s:
+                if since_s and time.monotonic() - max(since_s, self._asked_s) > self._ask_after_s:
                     self._hang_up()
                     self._publish({}, self.others)
 
