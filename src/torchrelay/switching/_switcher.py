@@ -357,11 +357,9 @@ class Switcher(Resource):
             ArgumentError: an argument is wrong.
             StorageError: `resume` is no such file.
         """
-        if steps < 1 or save_every < 0:
-            raise ArgumentError(
-                f"a task needs at least 1 step and save_every of at least 0, not {steps}, "
-                f"{save_every}"
-            )
+        for least, what, count in ((1, "steps", steps), (0, "save_every", save_every)):
+            if not isinstance(count, int) or count < least:
+                raise ArgumentError(f"{what}={count!r}: it must be an integer of at least {least}")
         owner, cancel = self._owner, self._daemon.training.cancel
         task = TrainingHandle(
             name,
@@ -444,9 +442,9 @@ class Switcher(Resource):
 
 
 def _check_priority(priority: int) -> None:
-    if not -_MAX_PRIORITY <= priority <= _MAX_PRIORITY:
+    if not (isinstance(priority, int) and abs(priority) <= _MAX_PRIORITY):
         raise ArgumentError(
-            f"priority={priority}: it must be from -{_MAX_PRIORITY} to {_MAX_PRIORITY}"
+            f"priority={priority!r}: it must be an integer from -{_MAX_PRIORITY} to {_MAX_PRIORITY}"
         )
 
 

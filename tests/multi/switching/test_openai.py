@@ -302,7 +302,7 @@ CHAT, TEXT, EMBED = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
         (TEXT, {"max_tokens": -1}, 400, "max_tokens=-1: it must be at least 1"),
         (TEXT, {"max_tokens": 0}, 400, "max_tokens=0: it must be at least 1"),
         (TEXT, {"temperature": -1}, 400, "temperature=-1"),
-        (TEXT, {"priority": 1001}, 400, "priority=1001: it must be from -1000 to 1000"),
+        (TEXT, {"priority": 1001}, 400, "priority=1001: it must be an integer from -1000"),
         (TEXT, {"repetition_penalty": 1.1}, 400, "repetition_penalty is not supported"),
         (TEXT, {"stream_options": {}}, 400, "stream_options without stream is not"),
         (TEXT, {"prompt": [{}]}, 400, "prompt must be a text"),

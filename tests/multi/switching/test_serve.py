@@ -314,6 +314,8 @@ def test_outputs_that_json_cannot_write(url: str) -> None:
     assert ask(8, binary_data_output=True)[0] == 200
     status, message = ask(9)
     assert status == 500 and "asked to exit" in message
+    status, message = ask(10)
+    assert status == 500 and "KeyboardInterrupt: asked to stop" in message
     assert ask(0)[0] == 200
     assert post(url, "/v2/repository/models/faulty/unload", b"")[0] == 200
 

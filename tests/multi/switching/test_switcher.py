@@ -682,7 +682,8 @@ def test_after_a_late_error_the_last_state_is_to_be_had_and_a_file_goes_on(
     whole = switcher.train("whole", models.Training, steps=6, seed=5)
     assert same(resumed.result(WAIT_S), whole.result(WAIT_S))
     (tmp_path / "damaged.pt").write_bytes((tmp_path / "state.pt").read_bytes()[:1000])
-    for name in ("damaged.pt", "missing.pt"):
+    torch.save({"task": {}, "random": {}, "step": "last"}, tmp_path / "other.pt")
+    for name in ("damaged.pt", "missing.pt", "other.pt"):
         with pytest.raises(StorageError, match="is no state of"):
             switcher.train("wrong", models.Training, steps=6, resume=tmp_path / name)
 

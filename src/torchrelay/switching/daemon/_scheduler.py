@@ -123,7 +123,7 @@ class TrainingHandle:
         """Start from the state in `file`."""
         try:
             self._state = Descriptor(os.open(file, os.O_RDONLY | os.O_CLOEXEC))
-            self.step = read_state(self._state.number)["step"]
+            self.step = int(read_state(self._state.number)["step"])
         except Exception as error:
             raise StorageError(f"{file} is no state of TrainingHandle.save(): {error}") from error
         if not self.step < self.steps:

@@ -48,6 +48,11 @@ class GenerateOptions:
     weight: float = 1.0
 
     def __post_init__(self) -> None:
+        counts = self.max_context, self.max_batch_size, self.kv_bytes
+        if not all(isinstance(one, int) for one in counts):
+            raise ArgumentError(
+                f"max_context, max_batch_size and kv_bytes must be integers, not {counts}"
+            )
         if not 1 <= self.max_batch_size <= _MAX_BATCH:
             raise ArgumentError(
                 f"max_batch_size={self.max_batch_size}: it must be from 1 to {_MAX_BATCH}"
@@ -101,6 +106,8 @@ def snapshot_config(folder: Path) -> dict[str, Any]:
     """
     try:
         config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+        if not isinstance(config, dict) or "model_type" not in config:
+            raise ValueError("its config.json names no model_type")
     except (OSError, ValueError) as error:
         raise StorageError(
             f"{folder} is no snapshot of a model: {error}; name a folder with config.json, the "

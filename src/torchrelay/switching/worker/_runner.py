@@ -100,7 +100,7 @@ class ModelRunner:
                         _training.run(message, descriptors, self._channel, self._was_stopped)
                 except PeerLostError:  # the daemon
                     raise
-                except (Exception, SystemExit, _StoppedError) as error:
+                except BaseException as error:  # a model's, of whatever kind
                     failed = _messages.Failed(message.request_id, _described(error))
                     self._channel.send(failed)
                     self._check_device()

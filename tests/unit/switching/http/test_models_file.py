@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from torchrelay.errors import ConfigError
+from torchrelay.errors import ArgumentError, ConfigError
 from torchrelay.switching import GenerateOptions, InputSpec
 from torchrelay.switching.http._models_file import ModelsFile
 from torchrelay.switching.worker._profile import Layer, Output, Profile, load_profile, save_profile
@@ -142,6 +143,10 @@ def test_snapshots_are_served_by_the_names_of_their_folders(tmp_path: Path) -> N
     assert (entry.name, entry.load) == ("qwen-0.5", "request")
     assert entry.arguments["weights"] == tmp_path / "qwen-0.5"
     assert entry.arguments["generate"] == GenerateOptions()
+    wrong: Any
+    for wrong in ({"max_context": 1.5}, {"max_batch_size": "8"}, {"weight": float("inf")}):
+        with pytest.raises(ArgumentError, match="must be"):
+            GenerateOptions(**wrong)
     (tmp_path / "qwen-0.5" / "config.json").write_text('{"architectures": ["BertModel"]}')
     (entry,) = ModelsFile.of_snapshots(tmp_path).models.values()
     assert entry.arguments["embed"] is True
