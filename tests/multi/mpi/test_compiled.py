@@ -88,7 +88,7 @@ def functions(comm: Communicator) -> Iterator[tuple[str, Callable[[Tensor], Tens
     yield "replicated Allgather", lambda x: replicated.Allgather(x * (r + 1), 1)
 
 
-@mpi_test((1, 3), on=("sml",))
+@mpi_test((1, 2), on=("sml",))
 def test_every_function_compiles_to_its_eager_values_and_gradients(comm: Communicator) -> None:
     for name, function in functions(comm):
         torch._dynamo.reset()
@@ -215,7 +215,7 @@ def test_compiled_communications_without_a_gradient_stay_out_of_the_chain(
         assert grad_of(x).tolist() == [1.0] * 3
 
 
-@mpi_test((3,), on=("sml",))
+@mpi_test((2,), on=("sml",))
 def test_inductor(comm: Communicator) -> None:
     torch._dynamo.reset()
     function = torch.compile(lambda x: comm.Allreduce(x.sin(), mpi.MPI_SUM).cos(), fullgraph=True)
