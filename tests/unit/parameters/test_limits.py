@@ -37,7 +37,7 @@ def test_unfinished_operations_are_bounded_and_a_further_one_waits() -> None:
 
 
 def test_a_push_that_finds_no_room_in_time_has_changed_nothing() -> None:
-    settings = dataclasses.replace(SETTINGS, max_unfinished=2, timeout_s=3.0)
+    settings = dataclasses.replace(SETTINGS, max_unfinished=2, timeout_s=6.0)
     network = _native.MemoryNetwork()
     done = threading.Event()
 
