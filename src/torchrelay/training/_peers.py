@@ -197,16 +197,21 @@ class Peers:
 
     async def _keep_publishing(self, address: str) -> None:
         redial_s = _REDIAL_S
-        # Python before 3.12 loses a cancellation that comes when a connection does.
-        while self._targets.get(address) is asyncio.current_task():
+
+        def is_wanted() -> bool:
+            # Python before 3.12 loses a cancellation that comes when a connection does.
+            return self._targets.get(address) is asyncio.current_task()
+
+        while is_wanted():
             dialed_s = time.monotonic()
             self._unreached.add(address)
             try:
                 dial = asyncio.open_connection(*split(address))
                 reader, writer = await asyncio.wait_for(dial, _MOST_REDIAL_S)
-                self._unreached.discard(address)
                 try:
-                    await self._publish_to(address, reader, writer, dialed_s)
+                    if is_wanted():
+                        self._unreached.discard(address)
+                        await self._publish_to(address, reader, writer, dialed_s)
                 finally:
                     writer.close()
             except ConnectionRefusedError:
