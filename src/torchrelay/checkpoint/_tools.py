@@ -27,7 +27,6 @@ from torchrelay.checkpoint.format._pickles import load_pickled
 from torchrelay.checkpoint.format._values import Encoded, decode, encode
 from torchrelay.checkpoint.state._state import (
     Index,
-    TupleIndex,
     finished,
     flatten,
     insert,
@@ -278,7 +277,7 @@ def _originals_name(archive: zipfile.ZipFile) -> str:
 
 def _stored_step(key: str, step: Any) -> Any:
     if isinstance(step, Index):
-        return ~int(step) if isinstance(step, TupleIndex) else int(step)
+        return step.stored()
     if not _is_read(step):
         raise ArgumentError(
             f"{key}: torch.load refuses a dictionary with the key {step!r}; convert to another "

@@ -20,7 +20,7 @@ from torchrelay.checkpoint._types import StatePath
 from torchrelay.checkpoint.engine._group import Group
 from torchrelay.checkpoint.format._values import encode
 from torchrelay.checkpoint.plan._plan import Description, Plan, PlannedChunk, StateLayout, deal
-from torchrelay.checkpoint.state._state import ORDINARY, Index, Leaf, TupleIndex, flatten
+from torchrelay.checkpoint.state._state import ORDINARY, Index, Leaf, flatten
 from torchrelay.checkpoint.state._subclasses import Subclass
 from torchrelay.checkpoint.state._tensors import TensorLayout, check_memory, memory_of, tensor_state
 from torchrelay.errors import MismatchError
@@ -213,7 +213,7 @@ def encoded(key: str, leaf: Leaf) -> Any:
 
 def _path_item(key: str, item: Any) -> str | int | tuple[Any]:
     if isinstance(item, Index):
-        return ~int(item) if isinstance(item, TupleIndex) else int(item)
+        return item.stored()
     return item if type(item) is str else (encode(f"{key}: a key", item),)
 
 

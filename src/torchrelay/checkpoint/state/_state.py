@@ -40,9 +40,16 @@ ORDINARY = (torch.Tensor, torch.nn.Parameter)  # tensors that are neither deferr
 class Index(int):
     """A position in a list, as distinct from an integer key of a dictionary."""
 
+    def stored(self) -> int:
+        """Return what a checkpoint has in a path for it; :func:`leaf_path` reads it."""
+        return int(self)
+
 
 class TupleIndex(Index):
     """A position in a tuple."""
+
+    def stored(self) -> int:
+        return ~int(self)
 
 
 class TupleItems(list[Any]):

@@ -40,8 +40,7 @@ def error_of(status: int, text: str, error: Exception) -> dict[str, Any]:
     """Return `error`, which `text` describes, as OpenAI's clients read it."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     kind = "rate_limit_error" if status == 429 else kind
-    codes = {401: "invalid_api_key", 429: "rate_limit_exceeded"}
-    code = codes.get(status)
+    code = {401: "invalid_api_key", 429: "rate_limit_exceeded"}.get(status)
     if isinstance(error, TooLongError):
         code = "context_length_exceeded"
     elif isinstance(error, NotFoundError):

@@ -45,9 +45,8 @@ class Connection(HttpToolsProtocol):
         self._is_reading = False  # a head has arrived, its body has not
         self._is_broken = False  # what still arrives cannot be read
         self._is_discarding = False  # the last answer is sent; what still arrives is discarded
-        self._half_closed_s = (
-            math.inf
-        )  # when the client was last probed; inf: it is not half-closed
+        # When the client was last probed; inf: it is not half-closed.
+        self._half_closed_s = math.inf
         self._unsent_bytes = 0  # when the client was last looked at
         self._blocked_bytes = 0  # of an answer that the client does not read
         self._task: asyncio.Task[None] | None = None
@@ -246,9 +245,9 @@ class Connection(HttpToolsProtocol):
 
     def check_half_closed(self) -> None:
         """Close the connection if the client has gone."""
-        now = time.monotonic()
         if self._half_closed_s == math.inf:
             return
+        now = time.monotonic()
         found: socket.socket | None = self.transport.get_extra_info("socket")
         if found is None or found.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
             self.abort()
@@ -276,6 +275,8 @@ class _Flow(FlowControl):
 class _OldCycle(RequestResponseCycle):
     """A request of HTTP/1.0, which knows no chunks: a stream ends with its connection."""
 
+    is_stream = False
+
     async def send(self, message: Any) -> None:
         if message["type"] != "http.response.start":
             if self.is_stream:
@@ -283,8 +284,6 @@ class _OldCycle(RequestResponseCycle):
         elif all(name != b"content-length" for name, _ in message["headers"]):
             self.is_stream, self.chunked_encoding, self.keep_alive = True, False, False
         await super().send(message)
-
-    is_stream = False
 
 
 class _Answering:
