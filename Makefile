@@ -49,10 +49,14 @@ docs: $(VENV)/tools
 	python docs/generate.py
 	mkdocs build --strict
 
-# The native module, rebuilt when a source changed. The build environment is the repository's own.
+# The native module, rebuilt when a source changed. The build environment is the repository's own. Where nothing but
+# sources of the core changed, its build goes on, without the four seconds of pip and CMake.
+BUILT := $(wildcard build/cp*/build.ninja)
 native: $(VENV)/native
 $(VENV)/native: $(VENV)/build-tools pyproject.toml $(NATIVE) $(MODULES)
-	pip install --quiet --no-build-isolation --no-deps -e .
+	$(if $(filter-out native/%,$?)$(filter-out 1,$(words $(BUILT))),\
+	  pip install --quiet --no-build-isolation --no-deps -e .,\
+	  ninja -C $(dir $(BUILT)) && cmake --install $(dir $(BUILT)) --strip --prefix $(VENV)/lib/python*/site-packages)
 	touch $@
 
 $(VENV)/build-tools: pyproject.toml

@@ -4,11 +4,15 @@
     python benchmarks/bench_checkpoint_memory.py --smoke    # small and short; writes nothing
 
 Needs root and iproute2. Two hosts in network namespaces, with a rank each that has half of the
-state. A step is an amount of matrix multiplication that takes a second on one core. The stall is
-the time within the call; what a step takes in all also has what the memory servers, the writer
-processes or the threads of the saver take from the trainers' cores. One copy is that of a rank's
-part, by torch, into memory that was used before. torch_checkpointing is compared where it is
-installed (`.ci/overlay rivals --no-deps torch-checkpointing`, then `build/rivals/bin/python`);
+state. A step is an amount of matrix multiplication that takes a second on one core, and a step of
+an optimizer, which changes nothing because there are no gradients. The stall is the time within the
+call and, with overlap, that the optimizer waits for the copy; what a step takes in all also has
+what the memory servers, the writer processes or the threads of the saver take from the trainers'
+cores. One copy is that of a rank's part, by torch, into memory that was used before. A job resumes
+by the first load of a process, which also runs code for the first time and may start a memory
+server; a second one shows what of that recurs.
+torch_checkpointing is compared where it is installed
+(`.ci/overlay rivals --no-deps torch-checkpointing`, then `build/rivals/bin/python`);
 nvidia-resiliency-ext 0.4.1 refuses tensors that are not on a GPU.
 """
 
@@ -129,6 +133,7 @@ def _saver_of_torch_checkpointing(
 def _saves(folder: str, size_bytes: int, rounds: int, step_s: float) -> dict[str, Any]:
     """Seconds in the call, and of the step and the call, by the way to save; in turn."""
     state, step = _state(size_bytes, 1.0), _step_of(step_s)
+    optimizer = torch.optim.SGD([*state.values()])
     number = 0
     ends: list[Callable[[], None]] = []
 
@@ -137,7 +142,7 @@ def _saves(folder: str, size_bytes: int, rounds: int, step_s: float) -> dict[str
         ends.append(partial(job.close, drop=True))
 
         def save() -> Any:
-            job.save(state, step=number)
+            job.save({**state, "optimizer": optimizer}, step=number)
             return job.wait
 
         return save
@@ -156,6 +161,8 @@ def _saves(folder: str, size_bytes: int, rounds: int, step_s: float) -> dict[str
         "one copy, by torch": copy,
         "memory and partner": saver(partner=True),
         "memory": saver(),
+        "memory and partner, overlap": saver(partner=True, overlap=True),
+        "memory, overlap": saver(overlap=True),
         "DCP async_save to disk, a thread": _saver_of_dcp(folder, state),
         "torch_checkpointing to disk, a process": _saver_of_torch_checkpointing(
             folder, state, ends
@@ -175,10 +182,13 @@ def _saves(folder: str, size_bytes: int, rounds: int, step_s: float) -> dict[str
                 wait = save()
                 called = time.perf_counter()
                 step()
+                computed = time.perf_counter()
+                optimizer.step()
+                waited_s = time.perf_counter() - computed
                 dist.barrier()
                 ended = time.perf_counter()
             if round_ > 0:  # memory is made, and processes are started, in the first
-                times[name]["call"].append(called - start)
+                times[name]["call"].append(called - start + waited_s)
                 times[name]["step"].append(ended - start)
             assert wait is not None
             wait()
@@ -192,11 +202,13 @@ def _saves(folder: str, size_bytes: int, rounds: int, step_s: float) -> dict[str
 def _loads(folder: str, size_bytes: int, rounds: int, step_s: float) -> dict[str, Any]:
     """Seconds of a load of what is in memory, and of one copy of a rank's part."""
     state = _state(size_bytes, 0.0)
-    job = Checkpointer(f"{folder}/ckpt", partner=True, disk_every=None)
-    dist.barrier()
-    start = time.perf_counter()
-    step = job.load(state)
-    took = time.perf_counter() - start
+    took = []
+    for _ in range(2):
+        job = Checkpointer(f"{folder}/ckpt", partner=True, disk_every=None)
+        dist.barrier()
+        start = time.perf_counter()
+        step = job.load(state)
+        took.append(time.perf_counter() - start)
     local = [one.to_local() for one in state.values()]
     assert step is not None and all(bool((one == 1.0).all()) for one in local)
     into = [torch.zeros_like(one) for one in local]
@@ -208,7 +220,7 @@ def _loads(folder: str, size_bytes: int, rounds: int, step_s: float) -> dict[str
         copies.append(time.perf_counter() - start)
     job.save(state, step=step + 1)
     job.wait()
-    return {"load": took, "copy": statistics.median(copies)}
+    return {"load": took[0], "again": took[1], "copy": statistics.median(copies)}
 
 
 def _rank(
@@ -273,11 +285,14 @@ def _measure(folder: str, size_bytes: int, rounds: int, step_s: float) -> list[s
                 os.kill(server_pid(f"{folder}/ckpt"), signal.SIGKILL)
             found = _run(ranks, hosts, folder, "_loads", *arguments)
             link_s = size_bytes / 2 / (LINK_MBIT * 1e6 / 8)
+            again = f"{found['again']:.3f} s"
             ratio = f"{found['load'] / found['copy']:.2f} copies"
             if limited:
                 ratio = f"{found['load'] / link_s:.2f} x bytes / link ({link_s:.2f} s)"
-            rows_of_loads.append((name, f"{found['load']:.3f} s", f"{found['copy']:.3f} s", ratio))
-        loaded = table(("resume from memory", "load()", "one copy", "load() takes"), rows_of_loads)
+            load, copy = f"{found['load']:.3f} s", f"{found['copy']:.3f} s"
+            rows_of_loads.append((name, load, copy, ratio, again))
+        head = ("resume from memory", "load()", "one copy", "load() takes", "again, by the process")
+        loaded = table(head, rows_of_loads)
     return [saved, loaded]
 
 

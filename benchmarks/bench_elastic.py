@@ -1,27 +1,42 @@
 """What does an elastic job cost: to heal a member, to lose one, and in each step?
 
-    python benchmarks/bench_elastic.py            # as root; under three minutes
+    python benchmarks/bench_elastic.py            # as root; about seven minutes
     python benchmarks/bench_elastic.py --smoke    # little of each; writes nothing
 
 - Heal: two members in network namespaces have a state, and a third one comes and gets it. All links
   have 1 Gbit/s. What counts is how long healing stops the job, checksums included.
 - Kill: members on one host take steps without a computation. One, drawn at random, is killed. What
   counts is the time until all others have committed a step without it. Another takes its place.
+  The same by torchft, if it is installed: `python -m venv build/torchft`, and
+  `build/torchft/bin/pip install -c constraints.txt torch numpy torchft`. Its lighthouse misses
+  heartbeats after 500 ms, a tenth of its default, and waits for members for 100 ms. And by
+  torchrun, which starts all ranks again: they load what a `Checkpointer` has in memory.
+- Goodput: the same jobs of four members, in each step of which a member sleeps 50 ms for a batch of
+  its own. Every 15 s one of them is killed, and another is started in its place 4 s later; under
+  torchrun, one of the ranks that are started again is 4 s late. Goodput is how many batches the job
+  commits, as a share of what jobs that nobody disturbs commit in the same time: for as long as four
+  members can work, one of four, else one of three. Both were measured for 15 s before the first
+  kill. A member cannot work from its kill until another in its place has been started and has
+  imported torch. So what the dead would have done is not counted; what the others do twice or wait
+  for is, and so are healing, loading, and the start of ranks that were not killed.
 - Step: two members on one host take steps with a small model, by `Elastic`, by
   DistributedDataParallel over sml, and by a backward pass and an all-reduce of one flat tensor.
 """
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import random
+import shutil
 import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -31,13 +46,16 @@ import torch.distributed as dist
 from report import free_port, milliseconds, parser_of, table, write
 from torch import nn
 
+from torchrelay.checkpoint import Checkpointer
 from torchrelay.training import Elastic, Step
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import namespaces
 
+TORCHFT = Path(__file__).parents[1] / "build/torchft/bin/python"
 MBIT = 1000
 TIMEOUT_S = 20.0
+STEP_S, EVERY_S, AWAY_S, KILLS = 0.05, 15.0, 4.0, 3  # of goodput
 
 
 class Member:
@@ -97,51 +115,238 @@ def heal(size_bytes: int, times: int) -> list[float]:
     return took_s
 
 
-# --- kill
+# --- kill and goodput
 
 
-def be_killed(pipe: Connection, address: str, peers: str) -> None:
+def be_killed(pipe: Connection, address: str, peers: str, step_s: float) -> None:
     torch.set_num_threads(1)
-    model = nn.Linear(100, 100)
+    model, pid = nn.Linear(100, 100), os.getpid()
+    pipe.send((pid, 0, 0, 0.0))
     with Elastic({"model": model}, address=address, peers=peers, timeout_s=TIMEOUT_S) as elastic:
         while True:
             with elastic.step() as step:
                 step.reduce(model)
-                time.sleep(0.01)
+                time.sleep(step_s)
             if step.committed:
-                pipe.send((step.size, time.monotonic()))
+                pipe.send((pid, step.number, step.size, time.monotonic()))
 
 
-def committed_s(members: list[Member]) -> float:
-    """Return when the last of ``members`` committed its first step with all of them."""
-    first_s: dict[Connection, float] = {}
-    while len(first_s) < len(members):
-        for pipe in wait([member.pipe for member in members]):
-            assert isinstance(pipe, Connection)
-            size, now_s = pipe.recv()
-            if size == len(members):
-                first_s.setdefault(pipe, now_s)
-    return max(first_s.values())
+class Program:
+    """A process that prints what it reports."""
+
+    def __init__(self, *command: Any) -> None:
+        self.process = subprocess.Popen(
+            [*map(str, command)],
+            bufsize=0,  # what was read is seen by `wait`
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
+        self.pipe = self
+
+    def fileno(self) -> int:
+        assert self.process.stdout is not None
+        return self.process.stdout.fileno()
+
+    def read(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().decode().strip()
+
+    def recv(self) -> tuple[int, int, int, float]:
+        pid, number, size, now_s = self.read().split()
+        return int(pid), int(number), int(size), float(now_s)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.communicate()
 
 
-def kill(size: int, times: int) -> list[float]:
-    """Return the times from a kill to the next step of the others."""
+class Job:
+    """Members that are started on their own.
+
+    Each reports its process when it can work, as of a step of size 0, and with each step that it
+    has committed the step's number, the members in it, and the time.
+
+    Args:
+        start: starts a member at one of ``addresses``.
+
+    Attributes:
+        size: how many members there are.
+        starting: how many of them cannot work yet.
+        sizes: by number, the members of each step that was committed.
+    """
+
+    def __init__(self, start: Callable[[str], Member | Program], addresses: list[str]) -> None:
+        self.start, self.free = start, addresses
+        self.members: dict[str, Member | Program] = {}
+        self.size, self.starting, self.sizes = 0, 0, dict[int, int]()
+        self.alive, self.dead = set[int](), set[int]()  # processes
+        while self.free:
+            self.bring_back()
+
+    def bring_back(self) -> None:
+        address = self.free.pop()
+        self.members[address] = self.start(address)
+        self.starting += 1
+        self.size += 1
+
+    def lose(self) -> None:
+        address = random.choice([*self.members])
+        self.members.pop(address).kill()
+        self.free.append(address)
+        self.size -= 1
+
+    def close(self) -> None:
+        while self.members:
+            self.lose()
+
+    def reports(self, longest_s: float | None = None) -> Iterator[tuple[int, int, float]]:
+        """Wait for reports of committed steps: process, members and time."""
+        pipes: list[Any] = [member.pipe for member in self.members.values()]
+        for pipe in wait(pipes, longest_s):
+            pid, number, size, now_s = pipe.recv()  # type: ignore[union-attr, call-arg]
+            if pid in self.dead:
+                continue
+            self.alive.add(pid)
+            self.starting -= not size
+            if size:
+                self.sizes[number] = size
+                yield pid, size, now_s
+
+    def committed_s(self) -> float:
+        """Return when the last of the members committed its first step with all of them."""
+        first_s: dict[int, float] = {}
+        while len(first_s) < self.size:
+            for pid, size, now_s in self.reports():
+                if size == self.size:
+                    first_s.setdefault(pid, now_s)
+        return max(first_s.values())
+
+    def batches(self, for_s: float) -> int:
+        """Return how many batches are committed in a time."""
+        before, end_s = sum(self.sizes.values()), time.monotonic() + for_s
+        while (left_s := end_s - time.monotonic()) > 0:
+            for _ in self.reports(left_s):
+                pass
+        return sum(self.sizes.values()) - before
+
+
+class OfTorchft(Job):
+    def __init__(self, size: int, step_s: float) -> None:
+        script = Path(__file__).with_name("elastic_torchft.py")
+        self.lighthouse = Program(TORCHFT, script, "lighthouse")
+        address, names = self.lighthouse.read(), itertools.count()
+        super().__init__(
+            lambda _: Program(TORCHFT, script, "member", address, next(names), step_s),
+            [str(index) for index in range(size)],
+        )
+
+    def close(self) -> None:
+        super().close()
+        self.lighthouse.kill()
+
+
+class OfTorchrun(Job):
+    """All ranks are started again when one is lost, one of them late."""
+
+    def __init__(self, size: int, step_s: float, away_s: float) -> None:
+        self.folder = tempfile.mkdtemp()
+
+        def start(_: str) -> Program:
+            command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+            command += [f"--nproc-per-node={size}", "--max-restarts=99"]
+            script = Path(__file__).with_name("elastic_restart.py")
+            return Program(*command, script, self.folder, step_s, away_s)
+
+        super().__init__(start, [""])
+        self.size = self.starting = size
+
+    def lose(self) -> None:
+        victim = random.choice([*self.alive])
+        self.dead |= self.alive
+        self.alive.clear()
+        self.starting = self.size
+        os.kill(victim, signal.SIGKILL)
+
+    def bring_back(self) -> None:
+        if not self.members:  # else torchrun does
+            super().bring_back()
+
+    def close(self) -> None:
+        (torchrun,) = self.members.values()
+        assert isinstance(torchrun, Program)
+        torchrun.process.terminate()
+        torchrun.process.communicate()
+        Checkpointer(self.folder).close(drop=True)
+        shutil.rmtree(self.folder)
+
+
+def of_elastic(size: int, step_s: float) -> Job:
     addresses = [f"127.0.0.1:{free_port()}" for _ in range(size)]
     peers = ",".join(addresses)
-    members = [Member(be_killed, address, peers) for address in addresses]
+    return Job(lambda address: Member(be_killed, address, peers, step_s), addresses)
+
+
+Start = Callable[[int, float, float], Job]  # members, and seconds of a step and of an absence
+
+
+def kill(job: Job, times: int) -> list[float]:
+    """Return the times from a kill to the next step of the others, or of all ranks."""
     took_s = []
     for _ in range(times):
-        committed_s(members)
-        index = random.randrange(size)
-        victim, address = members.pop(index), addresses.pop(index)
+        job.committed_s()
         killed_s = time.monotonic()
-        victim.kill()
-        took_s.append(committed_s(members) - killed_s)
-        members.append(Member(be_killed, address, peers))
-        addresses.append(address)
-    for member in members:
-        member.kill()
+        job.lose()
+        took_s.append(job.committed_s() - killed_s)
+        job.bring_back()
+    job.close()
     return took_s
+
+
+def goodput(start: Start, size: int, every_s: float, away_s: float, times: int) -> float:
+    """Return the goodput of a job of which ``times`` members are killed, as said above."""
+    undisturbed = {}
+    for members in (size - 1, size):
+        job = start(members, STEP_S, away_s)
+        job.committed_s()
+        undisturbed[members] = job.batches(every_s) / every_s
+        if members < size:
+            job.close()
+    committed, due = 0, 0.0
+    for _ in range(times):
+        killed_s = time.monotonic()
+        job.lose()
+        committed += job.batches(away_s)
+        job.bring_back()
+        while job.starting:
+            committed += job.batches(0.01)
+        back_s = time.monotonic() - killed_s
+        rest_s = max(every_s - back_s, 0.0)
+        committed += job.batches(rest_s)
+        due += undisturbed[size - 1] * back_s + undisturbed[size] * rest_s
+    job.close()
+    return committed / due
+
+
+def kills(sizes: list[int], times: int, *faults: Any) -> list[list[object]]:
+    """Return a row for each kind of job and number of members; ``faults`` are those of goodput."""
+    kinds: dict[str, Start] = {
+        "Elastic": lambda size, step_s, _: of_elastic(size, step_s),
+        "torchft": lambda size, step_s, _: OfTorchft(size, step_s),
+        "a restart by torchrun": OfTorchrun,
+    }
+    if not TORCHFT.exists():
+        del kinds["torchft"]
+    rows: list[list[object]] = []
+    for size in sizes:
+        for name, start in kinds.items():
+            took_s = kill(
+                start(size, 0.01, 0.0), times if start is not OfTorchrun else min(times, 3)
+            )
+            rows.append([size, name, *milliseconds(took_s)[:2], ""])
+    for row, start in zip(rows[-len(kinds) :], kinds.values(), strict=True):
+        row[-1] = f"{goodput(start, size, *faults):.1%}"
+    return rows
 
 
 # --- step
@@ -242,14 +447,16 @@ def main() -> None:
         share = 8 * size_bytes / median_s / (MBIT * 1e6)
         row = [f"{size_bytes / 1e6:.0f} MB", f"{median_s:.2f} s", f"{share:.0%}"]
         parts.append(table(["state", f"healed over {MBIT} Mbit/s", "share of the link"], [row]))
-    kills, sizes = (2, [2]) if is_smoke else (10, [2, 4, 8])
-    rows = [[size, *milliseconds(kill(size, kills))[:2]] for size in sizes]
-    parts.append(table(["members", "kill to the next step, p50", "p99"], rows))
+    times, sizes = (2, [2]) if is_smoke else (10, [2, 4])
+    rows = kills(sizes, times, *((2.0, 0.5, 1) if is_smoke else (EVERY_S, AWAY_S, KILLS)))
+    parts.append(table(["members", "", "kill to the next step, p50", "p99", "goodput"], rows))
+    if not TORCHFT.exists():
+        parts.append("torchft is not installed in build/torchft.")
     rows = [[kind, *milliseconds(took)[:2]] for kind, took in step(5 if is_smoke else 100).items()]
     parts.append(table(["step of 4.2 million parameters", "p50", "p99"], rows))
     parts.append(
-        f"p99 of {kills} kills is the slowest. Load average of the machine: {load:.1f} before, "
-        f"{os.getloadavg()[0]:.1f} after."
+        f"p99 of {times} kills, three of torchrun's, is the slowest. Load average of the machine: "
+        f"{load:.1f} before, {os.getloadavg()[0]:.1f} after."
     )
     print("\n\n".join(parts))
     if not is_smoke:

@@ -180,7 +180,9 @@ def _accesses(table: Table, theirs: Tensor) -> Calls:
     }
 
 
-def node(rank: int, size: int, port: int, rounds: int, repeats: int, out: SimpleQueue[Any]) -> None:
+def node(
+    rank: int, size: int, ports: list[int], rounds: int, repeats: int, out: SimpleQueue[Any]
+) -> None:
     """One process of two nodes; accesses only keys that the other node owns."""
     torch.set_num_threads(1)
     os.environ.update(
@@ -188,7 +190,7 @@ def node(rank: int, size: int, port: int, rounds: int, repeats: int, out: Simple
         WORLD_SIZE=str(size),
         LOCAL_RANK=str(rank),
         MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
+        MASTER_PORT=str(ports[0]),
         TORCHRELAY_TRANSPORT_LOCAL_SOCKETS="0",
     )
     per_node = size // 2
@@ -199,7 +201,7 @@ def node(rank: int, size: int, port: int, rounds: int, repeats: int, out: Simple
         rank=rank,
         world_size=size,
         rpc_backend_options=rpc.TensorPipeRpcBackendOptions(
-            init_method=f"tcp://127.0.0.1:{port + 1}"
+            init_method=f"tcp://127.0.0.1:{ports[1]}"
         ),
     )
     theirs = torch.arange(1 - mine, KEYS, 2)
@@ -283,10 +285,10 @@ def on_two_nodes(workers: int, rounds: int, repeats: int) -> list[Result]:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch.distributed", "torchrelay.parameters"])
     out = context.SimpleQueue()
-    port = free_port()
+    ports = [free_port(), free_port()]
     size = 2 * workers
     processes = [
-        context.Process(target=node, args=(rank, size, port, rounds, repeats, out))
+        context.Process(target=node, args=(rank, size, ports, rounds, repeats, out), daemon=True)
         for rank in range(size)
     ]
     for process in processes:

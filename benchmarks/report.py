@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import collections
 import datetime
 import gc
 import os
@@ -89,11 +90,20 @@ def machine() -> str:
     )
 
 
+_held: collections.deque[socket.socket] = collections.deque(maxlen=100)
+
+
 def free_port() -> int:
-    """A TCP port of the loopback device that nobody uses now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port of the loopback interface, for a server of this process or of one that it starts.
+
+    A bound socket keeps it from whoever asks the system for any port; a server that sets
+    ``SO_REUSEADDR``, as servers do, can listen there all the same.
+    """
+    holder = socket.socket()
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.bind(("127.0.0.1", 0))
+    _held.append(holder)
+    return int(holder.getsockname()[1])
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

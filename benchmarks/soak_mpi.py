@@ -24,9 +24,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import torch
 
 from multi.mpi.programs import MODES, OneProcess, Ranks, check, draw
+from multi.mpi.thread_transport import run_ranks
 from multi.mpi.threads import prepare_threads
 from torchrelay import mpi
-from torchrelay.mpi._threads import run_ranks
 
 
 def run(comm: mpi.Communicator, one: OneProcess, arguments: argparse.Namespace) -> None:

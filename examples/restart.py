@@ -91,7 +91,8 @@ def train(folder: str, killed_rank: int, killed_step: int) -> None:
                 "table": embedding.table,
                 "step": step,
             }
-            checkpoint.async_save(state, f"{folder}/step-{step}", keep=2)
+            saving = checkpoint.async_save(state, f"{folder}/step-{step}", keep=2)
+    saving.result()  # the last one
     mean = loss.detach().clone()
     dist.all_reduce(mean, dist.ReduceOp.AVG)
     if world.rank == 0:

@@ -10,14 +10,6 @@ import preloaded
 
 __all__ = ["started"]
 
-# It becomes torchrun, which is forked too then.
-_PROGRAM = """
-import os, sys
-sys.executable = os.environ["PYTHON_EXEC"]
-from torchrelay.cli import main
-main()
-"""
-
 
 @contextmanager
 def started(*arguments: str, **environ: str) -> Iterator[subprocess.Popen[str]]:
@@ -25,7 +17,7 @@ def started(*arguments: str, **environ: str) -> Iterator[subprocess.Popen[str]]:
     torchrun that must end them: within 30 s.
     """
     with subprocess.Popen(
-        [preloaded.python(), "-c", _PROGRAM, "demo", *arguments],
+        [preloaded.python(), "-c", "from torchrelay.cli import main; main()", "demo", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -4,6 +4,7 @@ workers build them by this file's name.
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import random
@@ -19,6 +20,7 @@ __all__ = [
     "build_faulty",
     "continuation",
     "encoder_snapshot",
+    "gets_a_cache",
     "prompt_of",
     "snapshot",
     "tokenizer",
@@ -36,6 +38,7 @@ _SIZES = {
     "initializer_range": 0.5,  # so that the likeliest token changes
 }
 _MAMBA2 = {"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8}
+_BAMBA = {"attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8}
 #: Configurations by name: with grouped heads, tied weights, learned positions, a window,
 #: states.
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -45,6 +48,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", {**_SIZES, "sliding_window": 12}),
     "gemma2": ("gemma2", {**_SIZES, "sliding_window": 12}),  # every other layer has the window
     "mamba": ("mamba", {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 8}),
+    "bamba": ("bamba", {**_SIZES, **_BAMBA}),  # needs to be told the positions
     "falcon_h1": ("falcon_h1", {**_SIZES, **_MAMBA2}),  # attention and states in each layer
 }
 
@@ -62,6 +66,12 @@ def build(kind: str = "llama", eos: int | None = None) -> torch.nn.Module:
         if kind == "gpt2" and parameter.dim() > 1 and "wte" not in name:
             torch.nn.init.normal_(parameter, std=0.5)
     return module.eval()
+
+
+def gets_a_cache(module: torch.nn.Module) -> bool:
+    """Return whether the installed transformers gives the model one: Mamba from 5.24 on."""
+    taken = inspect.signature(type(module).forward).parameters.keys()
+    return not taken.isdisjoint({"cache", "past_key_values"})
 
 
 def prompt_of(seed: int, size: int = 20) -> list[int]:

@@ -1,10 +1,11 @@
 """A ``python`` for scripts of tests that starts in milliseconds, because it has imported torch.
 
 ``environment()`` puts it first on the ``PATH``, with a ``torchrun`` and a ``torchrelay`` that run
-in it. It sends its request to a server, which has imported what most scripts use and forks a
-process that runs the script as a new interpreter would. ``python`` itself waits for the script,
-forwards signals to it and ends as it does; if it is killed, the server kills the script. What the
-server cannot reproduce (interpreter options, other namespaces or limits) runs in a new interpreter.
+in it, and makes it the ``sys.executable`` of scripts. It sends its request to a server, which has
+imported what most scripts use and forks a process that runs the script as a new interpreter would.
+``python`` itself waits for the script, forwards signals to it and ends as it does; if it is killed,
+the server kills the script. What the server cannot reproduce (interpreter options, other namespaces
+or limits) runs in a new interpreter.
 
 A script is no child of the process that started it, whose id is in ``PARENT_PID``.
 
@@ -41,7 +42,12 @@ IMPORTED = [
     "torch.distributed.elastic.multiprocessing",
     "torch.distributed.fsdp",
     "torch.distributed.launcher.api",
-    "torchrelay",
+    "torchrelay.aggregation",
+    "torchrelay.checkpoint",
+    "torchrelay.deferred",
+    "torchrelay.parameters",
+    "torchrelay.switching",
+    "torchrelay.training",  # not mpi, which asks for its launcher when it is imported
 ]
 MOST_BYTES = 1 << 20  # of a request
 MOST_FILES = 250  # the kernel passes 253
@@ -116,7 +122,7 @@ def serve(address: str) -> dict[str, Any]:
                     selector.register(process, selectors.EVENT_READ)
                     selector.register(client, selectors.EVENT_READ, process)
                 else:
-                    selector.close()  # before others get the numbers of its files
+                    close(selector, listener, client, *(one for _, one in scripts.values()))
                     place(files, request["files"])
                     return request
                 for file in files:
@@ -155,6 +161,12 @@ def receive(client: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
     return json.loads(packet) if packet else None, list(files)
 
 
+def close(*opened: selectors.BaseSelector | socket.socket) -> None:
+    """Close what would close another file if it got its number before."""
+    for one in opened:
+        one.close()
+
+
 def place(copies: list[int], files: list[int]) -> None:
     """Make ``copies`` the files of this process, under the numbers ``files``, and close others."""
     import fcntl
@@ -179,6 +191,7 @@ def run(request: dict[str, Any]) -> None:
     os.environ.update(request["environ"])
     os.chdir(request["folder"])
     tempfile.tempdir = None  # which those variables may name
+    sys.executable = request["environ"].get("PYTHON_EXEC", sys.executable)
     os.sched_setaffinity(0, request["cores"])
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     if filters := os.environ.get("PYTHONWARNINGS"):

@@ -18,6 +18,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from torchrelay.errors import PeerLostError
+
 
 class Mixed(nn.Module):
     """Tied weights, buffers of several dtypes, a non-persistent buffer, a plain tensor, a recurrent
@@ -121,7 +123,26 @@ class Faulty(nn.Module):
             sys.exit("asked to exit")
         if choice == 10:
             raise KeyboardInterrupt("asked to stop")
+        if choice == 11:
+            raise UnreadableError
+        if choice == 12:
+            raise PeerLostError("of the model's own")
         return y
+
+
+class UnreadableError(Exception):
+    """Has no message, no attributes, and none that can be sent."""
+
+    def __str__(self) -> str:
+        raise NotImplementedError
+
+    __repr__ = __str__
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(name)
+
+    def __reduce__(self) -> Any:
+        raise TypeError
 
 
 def _broken(device: object = None) -> None:

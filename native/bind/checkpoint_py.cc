@@ -1,11 +1,13 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <cstdint>
 #include <cstring>
+#include <optional>
 #include <system_error>
 #include <utility>
 #include <vector>
@@ -42,13 +44,21 @@ nb::bytes block_checksums(nb::handle data, std::size_t block_bytes) {
 
 using Sizes = nb::ndarray<const std::uint64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
-std::pair<nb::bytes, std::uint64_t> file_checksums(int fd, const Sizes& starts, const Sizes& sizes) {
+// Rows of starts, sizes and addresses.
+using Copies = nb::ndarray<const std::uint64_t, nb::shape<3, -1>, nb::c_contig, nb::device::cpu>;
+
+std::pair<nb::bytes, std::uint64_t> file_checksums(int fd, const Sizes& starts, const Sizes& sizes,
+                                                   const std::optional<Copies>& into) {
   if (starts.size() != sizes.size()) throw nb::value_error("starts and sizes must have one length");
   std::vector<std::uint32_t> checksums(starts.size());
+  std::vector<FileCopy> copies;
+  for (std::size_t i = 0; into && i < into->shape(1); ++i) {
+    copies.push_back({(*into)(0, i), (*into)(1, i), (*into)(2, i)});
+  }
   std::uint64_t end = 0;
   try {
     nb::gil_scoped_release release;
-    end = crc32c_of_file(fd, {starts.data(), starts.size()}, {sizes.data(), sizes.size()}, checksums);
+    end = crc32c_of_file(fd, {starts.data(), starts.size()}, {sizes.data(), sizes.size()}, checksums, copies);
   } catch (const std::system_error& error) {
     errno = error.code().value();
     PyErr_SetFromErrno(PyExc_OSError);
@@ -90,9 +100,9 @@ void register_checkpoint(nb::module_& module) {
              nb::sig("def crc32c_blocks(data: object, block_bytes: int) -> bytes"),
              "The CRC32C of each block of a buffer, 4 bytes each in the machine's order. Releases the GIL.");
   module.def(
-      "crc32c_of_file", &file_checksums, "fd"_a, "starts"_a, "sizes"_a,
-      "The CRC32C of ranges of a file, 4 bytes each, and where the last one ends, or the file before it. "
-      "Releases the GIL.");
+      "crc32c_of_file", &file_checksums, "fd"_a, "starts"_a, "sizes"_a, "into"_a.none() = nb::none(),
+      "The CRC32C of ranges of a file, 4 bytes each, and where the last one ends, or the file before it. Of "
+      "ranges that ascend, parts are copied too: rows of starts, sizes and addresses. Releases the GIL.");
   module.def("crc32c_of_memory", &memory_checksums, "addresses"_a, "sizes"_a,
              "The CRC32C of ranges of memory, 4 bytes each in the machine's order. Releases the GIL.");
   module.def("copy_memory", &copy_memory, "targets"_a, "sources"_a, "sizes"_a,

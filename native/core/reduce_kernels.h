@@ -7,12 +7,20 @@
 #pragma once
 
 #include <cstring>
+#include <type_traits>
 
 #include "core/half.h"
 #include "core/reduce_table.h"
 
 #if defined(__F16C__)
 #include <immintrin.h>
+#endif
+
+// Before a loop none of whose iterations depends on an earlier one, whatever its arrays share.
+#if defined(__clang__)
+#define TORCHRELAY_INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
+#else
+#define TORCHRELAY_INDEPENDENT _Pragma("GCC ivdep")
 #endif
 
 namespace torchrelay::TORCHRELAY_ISA {
@@ -68,38 +76,17 @@ struct Element<Half> {
 
 // Signed sums and products wrap, so they are done unsigned; a small type would be promoted to signed int.
 template <class T>
-struct Wrapping {
-  using Type = T;
-};
-template <>
-struct Wrapping<std::int8_t> {
-  using Type = std::uint32_t;
-};
-template <>
-struct Wrapping<std::uint8_t> {
-  using Type = std::uint32_t;
-};
-template <>
-struct Wrapping<std::int16_t> {
-  using Type = std::uint32_t;
-};
-template <>
-struct Wrapping<std::int32_t> {
-  using Type = std::uint32_t;
-};
-template <>
-struct Wrapping<std::int64_t> {
-  using Type = std::uint64_t;
-};
+using Wrapping = std::conditional_t<std::is_integral_v<T>,
+                                    std::conditional_t<sizeof(T) == 8, std::uint64_t, std::uint32_t>, T>;
 
 template <class V>
 struct Sum {
-  using W = typename Wrapping<V>::Type;
+  using W = Wrapping<V>;
   static V combine(V a, V b) { return static_cast<V>(static_cast<W>(a) + static_cast<W>(b)); }
 };
 template <class V>
 struct Product {
-  using W = typename Wrapping<V>::Type;
+  using W = Wrapping<V>;
   static V combine(V a, V b) { return static_cast<V>(static_cast<W>(a) * static_cast<W>(b)); }
 };
 template <class V>
@@ -145,16 +132,16 @@ void run_native(const std::byte* const* sources, int count_sources, std::byte* o
       const auto* next = reinterpret_cast<const Array*>(sources[s]) + base;
       auto* to = s + 1 < count_sources ? static_cast<Array*>(tile) : reinterpret_cast<Array*>(out) + base;
       // `to` is one of the others, or apart from both: no element depends on an earlier one.
-#pragma GCC ivdep
+      TORCHRELAY_INDEPENDENT
       for (std::size_t i = 0; i < size; ++i) to[i] = Operation<T>::combine(total[i], next[i]);
       total = to;
     }
     auto* to = reinterpret_cast<Array*>(out) + base;
     if constexpr (average) {
-#pragma GCC ivdep
+      TORCHRELAY_INDEPENDENT
       for (std::size_t i = 0; i < size; ++i) to[i] = static_cast<T>(total[i] / divisor);
     } else if (count_sources == 1) {
-#pragma GCC ivdep
+      TORCHRELAY_INDEPENDENT
       for (std::size_t i = 0; i < size; ++i) to[i] = total[i];
     }
   }

@@ -366,6 +366,7 @@ Error Messenger::fail(const Error& error) {
     const std::lock_guard guard(lock_);
     if (failure_) return *failure_;
     failure_ = error;
+    failed_at_ = Clock::now();
     failed_ = true;
     const auto thrown = std::make_exception_ptr(error);
     for (auto& transfer : matcher_.withdraw(kAll)) then.end(std::move(transfer), thrown);
@@ -405,27 +406,32 @@ void Messenger::require_rank(const char* operation, int rank) const {
 void Messenger::close() {
   Consequences then;
   std::vector<int> connected;
+  const auto now = Clock::now();
+  std::vector<Clock::time_point> deadlines(peers_.size(), now + options_.flush_timeout);
   {
     const std::lock_guard guard(lock_);
     if (closed_.exchange(true)) return;
+    for (std::size_t rank = 0; failure_ && rank < peers_.size(); ++rank) {
+      deadlines[rank] = failed_at_ + options_.flush_timeout;
+      if (std::ranges::find(failure_->ranks(), options_.names[rank]) != failure_->ranks().end())
+        deadlines[rank] = std::min(deadlines[rank], now + options_.last_report_timeout);
+    }
     const auto error = std::make_exception_ptr(destroyed());
     for (auto& transfer : matcher_.withdraw(kAll)) then.end(std::move(transfer), error);
     for (const auto& connection : connections_) {
       if (connection->target) then.end(std::exchange(connection->target, nullptr), error);
       if (connection->paused) resume(connection);
     }
-    for (std::size_t rank = 0; rank < peers_.size(); ++rank)
-      if (!peers_[rank]->connections.empty() || peers_[rank]->connecting)
-        connected.push_back(static_cast<int>(rank));
+    for (int rank = 0; rank < static_cast<int>(peers_.size()); ++rank)
+      if (!peer_of(rank).connections.empty() || peer_of(rank).connecting) connected.push_back(rank);
   }
   for (const int rank : connected) queue(rank, {.kind = net::FrameKind::kLeft}, {});
   settle(then);
 
-  const auto deadline = Clock::now() + options_.flush_timeout;
   for (const int rank : connected) {
     Peer& peer = peer_of(rank);
     std::unique_lock guard(peer.lock);
-    peer.idle.wait_until(guard, deadline, [&] {
+    peer.idle.wait_until(guard, deadlines[static_cast<std::size_t>(rank)], [&] {
       return peer.queue.empty() || peer.gone || (peer.out && peer.out->write_ended);
     });
   }
@@ -433,7 +439,12 @@ void Messenger::close() {
   std::set<net::EventLoop::Id> ids;
   {
     std::unique_lock guard(lock_);
-    changed_.wait_until(guard, deadline, [&] { return reports_ == 0; });
+    for (std::size_t rank = 0; rank < peers_.size(); ++rank)
+      changed_.wait_until(guard, deadlines[rank], [&] {
+        return std::ranges::none_of(connections_, [&](const ConnectionPtr& each) {
+          return each->state == Connection::State::kReport && each->rank == static_cast<int>(rank);
+        });
+      });
     connections.swap(connections_);
     ids.swap(timers_);
     for (const auto& connection : connections) ids.insert(connection->watch);

@@ -50,9 +50,10 @@ struct MessengerOptions {
   std::chrono::milliseconds connect_timeout{10000};
   std::chrono::milliseconds reconnect{500};  // how long a peer without a connection may make another
   std::chrono::milliseconds flush_timeout{2000};
-  std::chrono::milliseconds probe_timeout{500};   // to see whether a rank is reachable
-  std::chrono::milliseconds report_timeout{500};  // for the report of who knows a cause
-  std::chrono::milliseconds sweep_period{1000};   // of the search for late transfers
+  std::chrono::milliseconds last_report_timeout{250};  // to a rank that may never read it
+  std::chrono::milliseconds probe_timeout{500};        // to see whether a rank is reachable
+  std::chrono::milliseconds report_timeout{500};       // for the report of who knows a cause
+  std::chrono::milliseconds sweep_period{1000};        // of the search for late transfers
 };
 
 // Thread-safe. In a forked child it must not be used, nor destroyed.
@@ -107,7 +108,8 @@ class Messenger {
   Error fail(const Error& error);
   std::optional<Error> failure() const;
 
-  // Sends what is queued for at most flush_timeout, takes leave of all peers, and disconnects. Idempotent.
+  // Sends what is queued for at most flush_timeout, which began when the group broke, and to those because of
+  // which it broke for last_report_timeout; takes leave of all peers, and disconnects. Idempotent.
   void close();
 
   std::uint64_t sent_bytes() const noexcept { return sent_bytes_.load(std::memory_order_relaxed); }
@@ -138,12 +140,14 @@ class Messenger {
 
   // Connections; called with the lock.
   void connect(int to);
+  void unreachable(int rank, int error);
   void drop(const ConnectionPtr& connection);
   ConnectionPtr start(std::unique_ptr<net::Stream> stream, int rank, bool connecting);
   ConnectionPtr start_to(int rank, Descriptor socket);
   void admit(const ConnectionPtr& connection, int rank, Consequences& then);
   void end(const ConnectionPtr& connection, Consequences& then);
-  void await_another(int rank, const std::string& reason, const std::optional<Error>& own = {});
+  void await_another(int rank, const std::string& reason, const std::optional<Error>& own,
+                     std::chrono::milliseconds delay, int turns = 1);
   void lose(int rank, const std::string& reason, Consequences& then);
   void send_report(int to, const std::vector<std::byte>& body);
   void end_report(const ConnectionPtr& connection);
@@ -190,7 +194,7 @@ class Messenger {
   Matcher<net::Frame> matcher_;
   std::set<net::EventLoop::Id> timers_;
   std::optional<Error> failure_;
-  std::size_t reports_ = 0;  // in progress
+  Clock::time_point failed_at_;
   std::atomic<bool> failed_{false};
   std::atomic<bool> closed_{false};
   std::atomic<std::uint64_t> sent_bytes_{0}, received_bytes_{0}, waited_ns_{0};

@@ -10,6 +10,13 @@ namespace {
 
 constexpr std::size_t kReadBudget = std::size_t{2} << 20;  // of one connection before the others' turn
 constexpr std::size_t kMaxReport = std::size_t{64} << 10;
+// What a peer sent before it ended may be in a connection that has yet to be accepted, if it takes a retry.
+constexpr int kLastTurns = 6;
+constexpr std::chrono::milliseconds kLastTurn{20};
+
+std::string cannot_be_reached(int error) {
+  return "cannot be reached (" + std::string(std::strerror(error)) + ")";
+}
 
 }  // namespace
 
@@ -115,14 +122,7 @@ void Messenger::connect(int to) {
     spare_.reset();
     socket = net::start_connecting(address);
   }
-  if (!socket) {
-    const int error = errno;
-    const std::string reason = "cannot be reached (" + std::string(std::strerror(error)) + ")";
-    std::optional<Error> own;
-    if (*remedy(error) != '\0') own = lacking("cannot connect to rank " + std::to_string(name_of(to)), error);
-    await_another(to, reason, own);
-    return;
-  }
+  if (!socket) return unreachable(to, errno);
   const auto connection = start_to(to, std::move(socket));
   const std::weak_ptr<Connection> weak = connection;
   call_after(options_.connect_timeout, connection->deadline, [this, weak, to] {
@@ -130,8 +130,19 @@ void Messenger::connect(int to) {
     const auto late = weak.lock();
     if (!late || late->state != Connection::State::kConnecting) return;
     drop(late);
-    await_another(to, "cannot be reached (" + std::string(std::strerror(ETIMEDOUT)) + ")");
+    unreachable(to, ETIMEDOUT);
   });
+}
+
+// A peer listens while it lives: one that had a connection and refuses another has ended.
+void Messenger::unreachable(int rank, int error) {
+  const Peer& peer = peer_of(rank);
+  std::optional<Error> own;
+  if (*remedy(error) != '\0') own = lacking("cannot connect to rank " + std::to_string(name_of(rank)), error);
+  if (error == ECONNREFUSED && !peer.why_ended.empty())
+    await_another(rank, peer.why_ended, own, kLastTurn, kLastTurns);
+  else
+    await_another(rank, cannot_be_reached(error), own, options_.reconnect);
 }
 
 // Removes a connection; its socket is closed when nobody uses it any more.
@@ -141,14 +152,17 @@ void Messenger::drop(const ConnectionPtr& connection) {
   forget(connection->deadline);
 }
 
-// Loses a peer, or fails with an error of this rank's `own`, unless it makes another connection meanwhile.
-void Messenger::await_another(int rank, const std::string& reason, const std::optional<Error>& own) {
+// Loses a peer, or fails with an error of this rank's `own`, unless it makes another connection in some turns
+// of the event loop, each after `delay`.
+void Messenger::await_another(int rank, const std::string& reason, const std::optional<Error>& own,
+                              std::chrono::milliseconds delay, int turns) {
   if (closed_) return;
   net::EventLoop::Id id = 0;
-  call_after(options_.reconnect, id, [this, rank, reason, own] {
+  call_after(delay, id, [this, rank, reason, own, delay, turns] {
     Consequences then;
     {
       const std::lock_guard guard(lock_);
+      if (turns > 1) return await_another(rank, reason, own, delay, turns - 1);
       Peer& peer = peer_of(rank);
       peer.connecting = false;
       bool has_way;
@@ -211,7 +225,7 @@ void Messenger::admit(const ConnectionPtr& connection, int rank, Consequences& t
 void Messenger::end(const ConnectionPtr& connection, Consequences& then) {
   const int rank = connection->rank;
   const bool is_member = connection->state == Connection::State::kMember;
-  const std::string why = connection->stream->failure();
+  const std::string failure = connection->stream->failure(), why = failure.empty() ? kDied : failure;
   drop(connection);
   if (!is_member) return;
   Peer& peer = peer_of(rank);
@@ -233,10 +247,12 @@ void Messenger::end(const ConnectionPtr& connection, Consequences& then) {
     if (peer.out == connection && !connection->has_frames) peer.out = nullptr;
   }
   if (peer.gone) return;
-  if (peer.left && peer.connections.empty())
+  if (peer.left && peer.connections.empty()) {
     lose(rank, kLeft, then);
-  else if (!peer.left)
-    await_another(rank, why.empty() ? kDied : why);
+  } else if (!peer.left) {
+    await_another(rank, why, {}, options_.reconnect);
+    if (peer.connections.empty() && std::exchange(peer.why_ended, why).empty()) connect(rank);
+  }
 }
 
 // Over a connection of its own; without waiting for its end.
@@ -249,7 +265,6 @@ void Messenger::send_report(int to, const std::vector<std::byte>& body) {
   const auto head = net::bytes_of(frame);
   connection->body.assign(head.begin(), head.end());
   connection->body.insert(connection->body.end(), body.begin(), body.end());
-  ++reports_;
   const std::weak_ptr<Connection> weak = connection;
   call_after(options_.connect_timeout, connection->deadline, [this, weak] {
     const std::lock_guard guard(lock_);
@@ -260,7 +275,6 @@ void Messenger::send_report(int to, const std::vector<std::byte>& body) {
 void Messenger::end_report(const ConnectionPtr& connection) {
   if (!connections_.contains(connection)) return;
   drop(connection);
-  --reports_;
   changed_.notify_all();
 }
 
@@ -302,7 +316,7 @@ void Messenger::ready(const ConnectionPtr& connection, std::uint32_t events) {
           end_report(connection);
         } else {
           drop(connection);
-          await_another(it.rank, "cannot be reached (" + std::string(std::strerror(error)) + ")");
+          unreachable(it.rank, error);
         }
       } else if (const auto result = it.stream->negotiate(); result == net::Negotiation::kFailed) {
         const std::string reason = it.stream->failure();
@@ -310,7 +324,7 @@ void Messenger::ready(const ConnectionPtr& connection, std::uint32_t events) {
           end_report(connection);
         } else {
           drop(connection);
-          await_another(it.rank, reason);
+          await_another(it.rank, reason, {}, options_.reconnect);
         }
       } else if (result == net::Negotiation::kInProgress) {
         loop_->change(it.watch, it.stream->has_unsent() ? EPOLLIN | EPOLLOUT : EPOLLIN);

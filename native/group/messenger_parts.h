@@ -58,6 +58,7 @@ struct Messenger::Peer {
   std::vector<ConnectionPtr> connections;
   bool connecting = false;
   bool left = false;
+  std::string why_ended;  // why its first connection ended; empty while none has
   std::string why_gone;
   std::size_t parked_bytes = 0;
 

@@ -52,7 +52,7 @@ enum Flag : std::uint8_t {
 };
 
 // Why the table cannot be used any more: the first process that died, or left while others needed it.
-struct Loss {
+struct alignas(8) Loss {  // without the alignment, Clang calls a library for its atomic operations
   enum How : std::uint16_t {
     kNone,
     kUnreachable,  // the node died, or cannot be reached

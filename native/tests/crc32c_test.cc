@@ -15,6 +15,7 @@
 using torchrelay::crc32c;
 using torchrelay::crc32c_of_file;
 using torchrelay::crc32c_portable;
+using torchrelay::FileCopy;
 
 namespace {
 
@@ -79,6 +80,27 @@ TEST(blocks_of_a_file_have_the_checksums_of_their_bytes) {
   const std::vector<std::uint64_t> thousands{1'000, 1'000};
   std::vector<std::uint32_t> beyond(2);
   CHECK(crc32c_of_file(fileno(file), ends, thousands, beyond) == bytes.size());
+  // Copies that begin and end within blocks, within one read, and across several.
+  using Edges = std::vector<std::uint64_t>;
+  for (const auto& parts : {Edges{5, 1'000'003}, Edges{7, 9, 20, 300'000, 300'100, 999'000}}) {
+    std::vector<unsigned char> copied(bytes.size());
+    std::vector<FileCopy> copies;
+    for (std::size_t i = 0; i < parts.size(); i += 2) {
+      copies.push_back(
+          {parts[i], parts[i + 1] - parts[i], reinterpret_cast<std::uint64_t>(&copied[parts[i]])});
+    }
+    const std::vector<std::uint64_t> halves{5, 500'000};
+    const std::vector<std::uint64_t> lengths_of_halves{499'995, 500'003};
+    std::vector<std::uint32_t> both(2);
+    CHECK(crc32c_of_file(fileno(file), halves, lengths_of_halves, both, copies) == bytes.size());
+    for (std::size_t i = 0; i < both.size(); ++i) {
+      CHECK(both[i] == crc32c_portable(0, bytes.data() + halves[i], lengths_of_halves[i]));
+    }
+    for (std::size_t at = 0; at < bytes.size(); ++at) {
+      const auto next = std::upper_bound(parts.begin(), parts.end(), at) - parts.begin();
+      CHECK(copied[at] == (next % 2 == 1 ? bytes[at] : 0));
+    }
+  }
   bool refused = false;
   try {
     crc32c_of_file(-1, ends, thousands, beyond);

@@ -338,6 +338,29 @@ TEST(a_rank_that_cannot_be_reached_is_lost) {
   CHECK(lost && lost->ranks() == std::vector<int>{1});
 }
 
+TEST(a_rank_that_had_a_connection_and_refuses_another_is_lost_at_once) {
+  World world({1, 1}, {0}, [](MessengerOptions& options) { options.reconnect = std::chrono::hours(24); });
+  Bytes got(1), more(1);
+  Descriptor sender = world.connection_of(1, 0);
+  send_all(sender, frame(0, {'x'}, 1));
+  wait_until([&] { return world[0].received_bytes() == 1; });  // else a receive would connect to it too
+  world.wait(0, world.receive(0, 1, got, 0, 0));
+  const auto received = world.receive(0, 1, more);
+  world.listeners[1].socket.reset();
+  sender.reset();
+  CHECK(contains(text_of(world[0], received), "rank 1 has died"));
+}
+
+TEST(closing_waits_little_for_the_rank_because_of_which_the_group_broke) {
+  World world({1, 1}, {0}, [](MessengerOptions& options) { options.flush_timeout = std::chrono::hours(24); });
+  Bytes large(kLarge * 4);
+  const auto sent = world.send(0, 1, large);
+  const Descriptor deaf(::accept(world.listeners[1].socket.get(), nullptr, nullptr));
+  world[0].fail({Code::kTimeout, "rank 1 is late", {1}});
+  CHECK(text_of(world[0], sent) == "rank 1 is late");
+  world[0].close();
+}
+
 TEST(a_message_of_a_rank_that_listens_no_more_arrives) {
   World world({1, 1}, {0}, [](MessengerOptions& options) { options.reconnect = kLong; });
   world.listeners[1].socket.reset();

@@ -59,6 +59,8 @@ struct Cluster {
 class HoldingNetwork final : public Network {
  public:
   struct Held {
+    Held(Kind held, std::uint32_t sender, std::string receiver)
+        : kind(held), from(sender), to(std::move(receiver)) {}
     Kind kind;
     std::uint32_t from;
     std::string to;

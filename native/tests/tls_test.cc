@@ -112,7 +112,7 @@ TEST(the_socket_gets_no_plain_bytes) {
   auto [other, b] = sockets();
   const auto from = tls.open(std::move(a), true, "1"), to = tls.open(std::move(b), false, "1");
   std::string seen;
-  const auto pass = [&] {
+  const auto pass = [&, &wire = wire, &other = other] {  // Clang before 16 captures no structured bindings
     const std::string there = receive_raw(wire.get()), back = receive_raw(other.get());
     if (!there.empty()) send_raw(other.get(), there);
     if (!back.empty()) send_raw(wire.get(), back);
@@ -182,7 +182,7 @@ TEST(changed_bytes_end_the_connection_and_those_before_are_received) {
   auto [other, b] = sockets();
   const Tls tls(libssl(), key_of(1));
   const auto from = tls.open(std::move(a), true, "1"), to = tls.open(std::move(b), false, "1");
-  const auto pass = [&](bool is_changed) {
+  const auto pass = [&, &wire = wire, &other = other](bool is_changed) {
     std::string there = receive_raw(wire.get());
     const std::string back = receive_raw(other.get());
     if (is_changed) there.back() = static_cast<char>(there.back() ^ 1);

@@ -22,6 +22,7 @@ __all__ = [
     "address_of_device",
     "address_towards",
     "is_loopback",
+    "is_unspecified",
     "listen_at",
     "mac_of_device",
     "network_identity",
@@ -114,6 +115,11 @@ def address_for_anyone(interface: str, server: str | None = None) -> str:
 
 def is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def is_unspecified(address: str) -> bool:
+    """Return whether ``address`` stands for all addresses of a host, as 0.0.0.0 does."""
+    return ipaddress.ip_address(address.partition("%")[0]).is_unspecified
 
 
 def listen_at(address: str, port: int = 0) -> socket.socket:

@@ -13,8 +13,6 @@ from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
-from typing_extensions import Self
-
 from torchrelay import config, transport
 from torchrelay._addresses import address_for_anyone
 from torchrelay._communicators import open_group
@@ -22,6 +20,7 @@ from torchrelay._group import Collective, Group, Kind
 from torchrelay._mesh import Handle, Listener, Mesh
 from torchrelay._processes import remedy_of
 from torchrelay._ranks import POLL_S
+from torchrelay._resource import Resource
 from torchrelay._waiting import listed
 from torchrelay.errors import (
     ArgumentError,
@@ -176,7 +175,7 @@ def _open(ranks: MemberRanks, address: str, timeout_s: float) -> Group:
     return open_group(ranks, ranks.hosts, sockets, address, timeout_s, settings)
 
 
-class Member:
+class Member(Resource):
     """This process as a member of groups whose members change; of one group at a time.
 
     It listens at one address for as long as it lives. Thread-safe; calls of :meth:`reconfigure`
@@ -222,12 +221,6 @@ class Member:
         self._aborts, self._is_closed = 0, False
         self._uuid: int | None = None  # of the current group, once it has formed
         self._former: tuple[int | None, int] = (None, 0)  # of the last that had: uuid, completed
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def adopt(self, group: Group, uuid: int) -> None:
         """Take a group that was made otherwise as the current one, under a name that its members

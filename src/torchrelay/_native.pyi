@@ -20,9 +20,9 @@ def crc32c_blocks(data: object, block_bytes: int) -> bytes:
     The CRC32C of each block of a buffer, 4 bytes each in the machine's order. Releases the GIL.
     """
 
-def crc32c_of_file(fd: int, starts: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], sizes: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> tuple[bytes, int]:
+def crc32c_of_file(fd: int, starts: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], sizes: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], into: Annotated[NDArray[numpy.uint64], dict(shape=(3, None), order='C', device='cpu', writable=False)] | None = None) -> tuple[bytes, int]:
     """
-    The CRC32C of ranges of a file, 4 bytes each, and where the last one ends, or the file before it. Releases the GIL.
+    The CRC32C of ranges of a file, 4 bytes each, and where the last one ends, or the file before it. Of ranges that ascend, parts are copied too: rows of starts, sizes and addresses. Releases the GIL.
     """
 
 def crc32c_of_memory(addresses: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], sizes: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> bytes:

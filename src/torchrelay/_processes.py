@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import secrets
@@ -33,6 +34,11 @@ _JOB_VARIABLES = (
     "OMPI_MCA_ess_base_jobid",
 )
 
+
+_REMEDIES = {
+    errno.EADDRINUSE: "another socket has this port: end its process, or choose another port",
+    errno.EADDRNOTAVAIL: "it is not an address of this host",
+}
 
 _closed_in_children: weakref.WeakSet[_Closes] = weakref.WeakSet()
 
@@ -82,7 +88,8 @@ def remedy_of(error: OSError) -> str:
     """Return what to do where this process or the system lacks something."""
     from torchrelay import _native  # noqa: PLC0415 - `doctor` reports where it is missing
 
-    return _native.remedy(error.errno or 0) or "is it forbidden here?"
+    known = _native.remedy(error.errno or 0) or _REMEDIES.get(error.errno or 0)
+    return known or "is it forbidden here?"
 
 
 @dataclass(frozen=True)

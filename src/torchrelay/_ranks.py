@@ -296,6 +296,11 @@ class Ranks:
             part.store = self._under(f"among/{ranks[0]}")
         return part
 
+    def with_keys(self, prefix: str) -> Ranks:
+        """Return the same ranks with keys of their own, which begin with ``prefix``."""
+        store = None if self.store is None else self._under(prefix)
+        return Ranks(store, self.rank, self.size, self.names)
+
     def _under(self, prefix: str) -> Any:
         """Return a store for a part of the ranks, whose keys begin with ``prefix``."""
         import torch.distributed as dist  # noqa: PLC0415 - as above

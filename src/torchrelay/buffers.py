@@ -93,16 +93,23 @@ class Segment:
         Raises:
             ArgumentError: it does not fit, or ``offset_bytes`` is not a multiple of the item size.
         """
+        check_place(shape, dtype, offset_bytes, self.size_bytes, "a segment")
         count = math.prod(shape)
-        end_bytes = offset_bytes + count * dtype.itemsize
-        if offset_bytes < 0 or offset_bytes % dtype.itemsize or end_bytes > self.size_bytes:
-            raise ArgumentError(
-                f"a {dtype} tensor of shape {tuple(shape)} at offset {offset_bytes} does not fit "
-                f"a segment of {self.size_bytes} bytes"
-            )
         if count == 0:
             return torch.empty(tuple(shape), dtype=dtype, device="cpu")
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The given buffer is not writable")
             flat = torch.frombuffer(self._memory, dtype=dtype, count=count, offset=offset_bytes)
         return flat.view(tuple(shape))
+
+
+def check_place(
+    shape: Sequence[int], dtype: torch.dtype, offset_bytes: int, size_bytes: int, what: str
+) -> None:
+    """Raise :class:`ArgumentError` unless ``what``, of so many bytes, has place for a tensor."""
+    end_bytes = offset_bytes + math.prod(shape) * dtype.itemsize
+    if offset_bytes < 0 or offset_bytes % dtype.itemsize or end_bytes > size_bytes:
+        raise ArgumentError(
+            f"a {dtype} tensor of shape {tuple(shape)} at offset {offset_bytes} does not fit "
+            f"{what} of {size_bytes} bytes"
+        )

@@ -167,12 +167,14 @@ def _check_variables(
     cls: type[Section], environ: Mapping[str, str], known: Collection[str]
 ) -> None:
     sections = tuple(f"TORCHRELAY_{name}_".upper() for name in (*SECTIONS, "test"))
-    for key, value in environ.items():
-        if key in known or _OF_SERVICE.match(f"{key}={value}"):
+    for key in environ:
+        if not key.startswith("TORCHRELAY_") or key in known:
+            continue
+        if _OF_SERVICE.match(f"{key}={environ[key]}"):
             continue
         if key.startswith(variable(cls, "")):
             raise ConfigError(f"{key}: no such setting; {cls.name} has {', '.join(sorted(known))}")
-        if key.startswith("TORCHRELAY_") and not key.startswith(sections):
+        if not key.startswith(sections):
             raise ConfigError(
                 f"{key}: no such setting; variables begin with {', '.join(sorted(sections))}"
             )

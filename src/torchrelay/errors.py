@@ -27,6 +27,7 @@ A message names what failed, where (rank, peer, operation), after what time, and
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
@@ -50,9 +51,12 @@ __all__ = [
     "TorchRelayError",
     "UnavailableError",
     "UnsupportedError",
+    "describe",
     "from_json",
     "to_json",
 ]
+
+_MAX_MESSAGE = 16384  # characters of a foreign error's message
 
 
 class TorchRelayError(Exception):
@@ -158,15 +162,38 @@ class CorruptionError(TorchRelayError, OSError):
 
 def to_json(error: BaseException) -> dict[str, Any]:
     """Return the type, message, ``errno`` and ranks of ``error`` as JSON values, to send it to
-    another process.
+    another process. Of an error of foreign code, only type and message are read.
     """
-    own = getattr(error, "strerror", None) if isinstance(error, TorchRelayError) else None
+    name = type(error).__name__
+    if not isinstance(error, TorchRelayError):
+        name = f"{type(error).__module__}.{name}" if name in __all__ else name
+        return {"type": name, "message": _message(error), "errno": None, "ranks": []}
     return {
-        "type": type(error).__name__,
-        "message": str(own or error),
+        "type": name,
+        "message": str(getattr(error, "strerror", None) or error),
         "errno": getattr(error, "errno", None),
         "ranks": list(getattr(error, "ranks", ())),
     }
+
+
+def describe(error: BaseException) -> str:
+    """Return the type and the message of an error of foreign code, and those of a group's errors,
+    as text of bounded length, whatever the error's own methods do.
+    """
+    return f"{type(error).__name__}: {_message(error)}"
+
+
+def _message(error: BaseException) -> str:
+    try:
+        text = str(error)
+        if sys.version_info >= (3, 11) and isinstance(error, BaseExceptionGroup):  # noqa: F821
+            text += f": {'; '.join(map(describe, error.exceptions))}"
+    except BaseException as failed:
+        text = f"(its message cannot be read: {type(failed).__name__})"
+    if len(text) > _MAX_MESSAGE:
+        text = f"{text[:_MAX_MESSAGE]}... ({len(text)} characters)"
+    # Plain: of no class of the foreign code's, without lone surrogates, which JSON cannot have.
+    return str.encode(text, "utf-8", "backslashreplace").decode()
 
 
 def from_json(

@@ -76,6 +76,16 @@ def test_checksums_of_ranges_are_the_cores(tmp_path: Path) -> None:
             fd = opened.fileno()
             found = checksums.crc32c_of_file(fd, starts, wanted)
             assert found == _native.crc32c_of_file(fd, starts, wanted)
+            parts = np.array([(3, 70, 500, 4995), (2, 30, 400, 5)], np.uint64)
+            for of_file in (checksums.crc32c_of_file, _native.crc32c_of_file):
+                target = np.zeros(5000, np.uint8)
+                into = np.vstack([parts, parts[:1] + np.uint64(target.ctypes.data)])
+                assert of_file(fd, starts, np.array([64, 936, 3990, 200], np.uint64), into)
+                kept = np.concatenate(
+                    [np.arange(one, one + size) for one, size in parts.T.tolist()]
+                )
+                assert np.array_equal(np.flatnonzero(target != 0), kept[data[kept] != 0])
+                assert np.array_equal(target[kept], data[kept])
         inside = wanted[:3]
         assert checksums.crc32c_of_memory(addresses[:3], inside) == _native.crc32c_of_memory(
             addresses[:3], inside

@@ -52,6 +52,13 @@ def test_a_profiler_shows_what_components_do() -> None:
     assert _torch.span("idle") is _torch.span("idle")  # one object, where nobody records
 
 
+def test_operators_without_values_compute_shapes_of_ordinary_tensors() -> None:
+    weight = torch.ones(2, 3)
+    with _torch.without_values():
+        found = torch.zeros(4, 2) @ weight
+    assert _torch.is_fake(found) and found.shape == (4, 3)
+
+
 def test_the_first_hook_sees_what_no_other_has_replaced() -> None:
     leaf, seen = torch.ones(2, requires_grad=True), list[torch.Tensor]()
     leaf.register_hook(lambda grad: 2 * grad)

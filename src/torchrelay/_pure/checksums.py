@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+from collections import deque
 from collections.abc import Iterable
 
 import numpy as np
@@ -112,20 +113,36 @@ def crc32c_of_memory(addresses: Sizes, sizes: Sizes) -> bytes:
     return np.array(found, np.uint32).tobytes()
 
 
-def crc32c_of_file(fd: int, starts: Sizes, sizes: Sizes) -> tuple[bytes, int]:
+def crc32c_of_file(
+    fd: int, starts: Sizes, sizes: Sizes, into: Sizes | None = None
+) -> tuple[bytes, int]:
     """Return the CRC32C of ranges of a file, 4 bytes each, and where the last one ends, or the file
-    before it.
+    before it. Of ranges that ascend, parts are copied too: rows of starts, sizes and addresses.
     """
     checksums, end = np.zeros(len(starts), np.uint32), 0
+    copies = deque(() if into is None else _rows(*into))
     for i, (start, size) in enumerate(_rows(starts, sizes)):
         end, crc = start, 0
         while end < start + size:
             data = os.pread(fd, min(start + size - end, _PIECE_BYTES), end)
+            _store(data, end, copies)
             end, crc = end + len(data), crc32c(data, crc)
             checksums[i] = crc
             if not data:
                 return checksums.tobytes(), end
     return checksums.tobytes(), end
+
+
+def _store(data: bytes, start: int, copies: deque[tuple[int, ...]]) -> None:
+    """Copy what ``copies`` have of bytes of a file from ``start``; forget those that are done."""
+    end = start + len(data)
+    while copies and copies[0][0] < end:
+        first, size, address = copies[0]
+        begin, stop = max(first, start), min(first + size, end)
+        ctypes.memmove(address + begin - first, data[begin - start : stop - start], stop - begin)
+        if first + size > end:
+            return
+        copies.popleft()
 
 
 def copy_memory(targets: Sizes, sources: Sizes, sizes: Sizes) -> None:

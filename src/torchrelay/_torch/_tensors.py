@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ __all__ = [
     "waited",
     "weak_storage",
     "what_fails_without_memory",
+    "without_values",
 ]
 
 # What torch raises where it takes a tensor without memory past the operators.
@@ -208,6 +209,13 @@ def results_on_device(
     with mode:
         args = tree_map_only(torch.Tensor, lambda t: FakeTensor(mode, shadow(t), t.device), args)
         return func(*args, **kwargs)
+
+
+def without_values() -> AbstractContextManager[object]:
+    """Let operators compute shapes only, those on ordinary tensors too."""
+    from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: PLC0415
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def saved_tensor(file: Any, start: int, size_bytes: int) -> tuple[torch.Tensor, int]:

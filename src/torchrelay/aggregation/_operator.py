@@ -57,5 +57,7 @@ def all_reduce_(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) ->
             raise ArgumentError(f"all_reduce_: it needs a group of sml, not {found!r}")
         if not watched() and core.host is not None and core.host.sum_now(tensor, tensor):
             return tensor
+        if tensor.is_conj() or tensor.is_neg():  # torch runs no operator in place on such a view
+            return tensor.copy_(all_reduce_(tensor.resolve_conj().resolve_neg(), group))
     _all_reduce(tensor, found.group_name)  # type: ignore[union-attr]
     return tensor

@@ -41,6 +41,7 @@ from torchrelay._progress import Progress, tracking
 from torchrelay.checkpoint._types import Manifest, TensorDescription, is_metadata
 from torchrelay.checkpoint.engine._engine import MAX_STAGING_BYTES, Save, SaveOptions
 from torchrelay.checkpoint.engine._group import check_same
+from torchrelay.checkpoint.engine._overlap import finish_copies
 from torchrelay.checkpoint.engine._read import (
     MAX_BUFFER_BYTES,
     ChunkReader,
@@ -387,6 +388,7 @@ class Reader(_AtPath, StorageReader):
                     targets.append((item, segment, target))
         # Of tied tensors, the last one, as in load().
         filled = {memory_of(target): (segment, target) for _, segment, target in targets}
+        finish_copies()  # of what this changes
         self._open().fill(filled.values())
         for item, _, target in targets:
             planner.commit_tensor(item, target)

@@ -15,6 +15,7 @@ from torchrelay import _telemetry
 from torchrelay._names import names_options
 from torchrelay._progress import Progress, tracking
 from torchrelay.checkpoint.engine._group import Group, check_same, group_of
+from torchrelay.checkpoint.engine._overlap import finish_copies
 from torchrelay.checkpoint.engine._read import (
     MAX_BUFFER_BYTES,
     ChunkReader,
@@ -24,6 +25,7 @@ from torchrelay.checkpoint.engine._read import (
     warn_without_checksums,
 )
 from torchrelay.checkpoint.format._snapshots import converted
+from torchrelay.checkpoint.memory._folder import MemoryFolder
 from torchrelay.checkpoint.plan._match import LoadPlan, Request, match
 from torchrelay.checkpoint.plan._part_plan import PartPlan
 from torchrelay.checkpoint.state._parts import ModulePart, parts_of_state
@@ -39,6 +41,7 @@ from torchrelay.errors import (
     OperationTimeoutError,
     PeerLostError,
     StorageError,
+    describe,
 )
 
 if TYPE_CHECKING:
@@ -146,6 +149,7 @@ def load(
         UnsupportedError: another version of the format.
     """
     reading = ReadOptions(verify, threads, max_buffer_bytes)
+    finish_copies()  # of what this changes
     ranks = group_of(group, no_dist)
     request = Request(prefix, strict, initialize_missing, device, shard)
     with _telemetry.event("checkpoint", "load", text_of(path)) as running:
@@ -168,7 +172,8 @@ def _open(
 ) -> tuple[ChunkReader, LoadPlan]:
     """Open one checkpoint on all ranks, and compare it with the state; changes nothing.
 
-    Of a folder of checkpoints, the coordinator chooses the newest.
+    Of a folder of checkpoints, the coordinator chooses the newest. One that is open was chosen for
+    all ranks.
 
     Raises:
         ArgumentError: the ranks call with different options.
@@ -176,8 +181,9 @@ def _open(
     """
     options = {name: getattr(request, name) for name in ("prefix", "strict", "initialize_missing")}
     for attempt in range(1, _ATTEMPTS + 1):
-        chosen = ranks.coordinate(lambda: newest_inside(path))
-        place = text_of(path) if chosen is None else f"{text_of(path).rstrip('/')}/{chosen}"
+        is_chosen = isinstance(path, MemoryFolder)
+        chosen = None if is_chosen else ranks.coordinate(lambda: newest_inside(path))
+        place = path if chosen is None else f"{text_of(path).rstrip('/')}/{chosen}"
         found: list[tuple[ChunkReader, LoadPlan]] = []
         try:
             described = ranks.together(
@@ -206,7 +212,7 @@ def _open(
 
 def _matched(
     state: Any,
-    path: str,
+    path: Path,
     request: Request,
     reading: ReadOptions,
     ranks: Group,
@@ -236,7 +242,7 @@ def _matched(
     if ranks.is_coordinator:
         plans[0].warn_of_initialized()
     found.append((reader, plans[0]))
-    return path, fingerprints[0]
+    return text_of(path), fingerprints[0]
 
 
 def _check_options(ranks: Sequence[int], options: Sequence[dict[str, Any]]) -> None:
@@ -313,7 +319,7 @@ def _failure(plan: LoadPlan, owners: Sequence[PartPlan], index: int, error: Exce
     left += f"; as before: {', '.join(kept)}" if kept else ""
     return (
         f"{plan.location}: load_state_dict() of {part.label} refused what the checkpoint has "
-        f"({type(error).__name__}: {error}), and may have taken a part of it{left}"
+        f"({describe(error)}), and may have taken a part of it{left}"
     )
 
 

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import ctypes
 import gc
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +17,17 @@ from numpy.typing import NDArray
 from torchrelay._platform import usable_cores
 from torchrelay.checkpoint._types import Sizes
 
-__all__ = ["divided", "memory_at", "no_collection", "run_tasks", "usable_threads"]
+__all__ = [
+    "divided",
+    "in_threads",
+    "memory_at",
+    "no_collection",
+    "run_tasks",
+    "usable_threads",
+]
+
+A = TypeVar("A")
+R = TypeVar("R")
 
 
 def usable_threads(threads: int | None) -> int:
@@ -29,11 +39,19 @@ def usable_threads(threads: int | None) -> int:
 
 def run_tasks(tasks: Sequence[Callable[[], None]], threads: int) -> None:
     """Run all tasks; raise the error of the first that fails, and start no more then."""
-    if len(tasks) == 1:
-        tasks[0]()
-        return
+    in_threads(lambda task: task(), tasks, threads)
+
+
+def in_threads(function: Callable[[A], R], items: Sequence[A], threads: int) -> list[R]:
+    """Return the result for each item, computed in threads; by the caller where the interpreter is
+    ending, as in functions of ``atexit``, and starts none.
+    """
     with ThreadPoolExecutor(threads, "torchrelay-checkpoint") as pool:
-        deque(pool.map(lambda task: task(), tasks), maxlen=0)  # after an error, cancels the rest
+        try:
+            apply = pool.map if len(items) > 1 and pool.submit(bool) else map
+        except RuntimeError:
+            apply = map
+        return [*apply(function, items)]  # after an error, the pool cancels the rest
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import shutil
 import warnings
 import zipfile
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from typing import Any
 
@@ -19,13 +19,14 @@ import torch
 
 from torchrelay._boxes import Box
 from torchrelay.checkpoint._save import save
-from torchrelay.checkpoint._types import INDEX, METADATA, is_metadata
+from torchrelay.checkpoint._types import CONTAINER, INDEX, METADATA, is_container, is_metadata
 from torchrelay.checkpoint.engine._output import grouped
 from torchrelay.checkpoint.engine._read import ChunkReader, ChunkSlice, ReadOptions, segments_of
 from torchrelay.checkpoint.format._manifest import PARSING_ERRORS, Parser, parse
 from torchrelay.checkpoint.format._pickles import load_pickled
 from torchrelay.checkpoint.format._values import Encoded, decode, encode
 from torchrelay.checkpoint.state._state import (
+    ContainerClass,
     Index,
     finished,
     flatten,
@@ -53,14 +54,15 @@ _TORCH_STARTS = (b"PK\x03\x04", b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.")
 
 
 def read_state(
-    path: str, prefix: str = "", read_value: Callable[[str, Any], Any] = decode
+    path: str, prefix: str = "", *, encoded: bool = False, plain: bool = False
 ) -> dict[str, Any]:
     """Return the state of a checkpoint of any format, nested as it was saved, on the CPU.
 
     Args:
         path: a checkpoint of ours or of DCP, safetensors files, or a file of ``torch.save``.
         prefix: only keys that begin with it are read; it is removed from them.
-        read_value: gets the key and the encoded value of what is not a tensor.
+        encoded: leave what is not a tensor as it is in the checkpoint.
+        plain: return no dictionaries or tuples of a class that ``torch.load`` refuses.
 
     Raises:
         ArgumentError: no key begins with ``prefix``.
@@ -79,12 +81,17 @@ def read_state(
     with closing(reader):
         manifest = reader.manifest.without_exports()
         targets: list[tuple[ChunkSlice, torch.Tensor]] = []
-        held = {**manifest.objects, **manifest.tensors}
-        keys = [*(key for key in manifest.paths if key not in held), *held]
+        keys = dict.fromkeys((*manifest.paths, *manifest.tensors, *manifest.objects))
         paths = {key: leaf_path(manifest.paths.get(key, (key,))) for key in keys}
         for key, inner in _paths(paths, prefix, path):
             if key in manifest.objects:
-                value = read_value(key, manifest.objects[key])
+                stored = manifest.objects[key]
+                if is_container(key):
+                    found_class = ContainerClass(stored)
+                    is_kept = not plain or _is_read(found_class.empty())
+                    value: Any = found_class if is_kept else ContainerClass(None)
+                else:
+                    value = Encoded(stored) if encoded else decode(key, stored)
             elif key not in manifest.tensors:
                 value = {}
             else:
@@ -115,7 +122,8 @@ def _paths(
     for key, path in paths.items():
         if key.startswith(prefix):
             inner = _without(prefix, path)
-            if not is_metadata(key) or METADATA in inner:  # else it is of what the prefix divides
+            is_whole = len(inner) > 1 or inner[0] in (METADATA, CONTAINER)
+            if not is_metadata(key) or is_whole:  # else it is of what the prefix divides
                 yield key, inner
 
 
@@ -194,8 +202,8 @@ def convert(
         raise ArgumentError(f"--to {to}: it must be one of {', '.join(FORMATS)}")
     if os.path.exists(target):
         raise ArgumentError(f"{target} exists already; choose another name")
-    is_decoded = to in ("dcp", "torch")
-    state = read_state(source, prefix, decode if is_decoded else lambda key, value: Encoded(value))
+    is_other = to in ("dcp", "torch")
+    state = read_state(source, prefix, encoded=not is_other, plain=is_other)
     if to == "torchrelay":
         save(state, target, no_dist=True)
     elif to == "torch":

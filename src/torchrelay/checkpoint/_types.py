@@ -22,6 +22,7 @@ from torchrelay.errors import ArgumentError, UnsupportedError
 
 __all__ = [
     "BLOCK_BYTES",
+    "CONTAINER",
     "DATA_NAME",
     "DTYPES",
     "EXPORT",
@@ -42,12 +43,14 @@ __all__ = [
     "TensorDescription",
     "TensorEntry",
     "check_count",
+    "is_container",
     "is_metadata",
 ]
 
 MANIFEST = "manifest.json"
 EXPORT = "$export."  # begins the key of a copy for other readers, in a dtype of its own
 METADATA = "$metadata"  # in a state dict: its modules' versions, see :mod:`.state._metadata`
+CONTAINER = "$container"  # in a dictionary or a tuple: an empty one of its class
 INDEX = "model.safetensors.index.json"  # Hugging Face's, of a model in several files
 DATA_NAME = re.compile(r"data-\d{5,}-\d{5,}\.safetensors", re.ASCII)
 MAX_DEPTH = 100  # of nested states and values
@@ -118,8 +121,15 @@ DTYPES: Mapping[str, Dtype] = {dtype.name: dtype for dtype in _TABLE}
 
 
 def is_metadata(key: str) -> bool:
-    """Return whether a key is of the versions of modules, which no state dict has as an entry."""
-    return METADATA in key and METADATA in key.split(".")
+    """Return whether a key is of the versions of modules or the class of a container, which no
+    state has as an entry.
+    """
+    return "$" in key and not {METADATA, CONTAINER}.isdisjoint(key.split("."))
+
+
+def is_container(key: str) -> bool:
+    """Return whether a key is of the class of a container."""
+    return key.rpartition(".")[2] == CONTAINER
 
 
 def check_count(name: str, value: int | None) -> None:

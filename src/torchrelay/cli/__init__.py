@@ -11,6 +11,7 @@ except ModuleNotFoundError as error:
     sys.exit(f"torchrelay: the command needs {error.name}: pip install typer rich (extra [cli])")
 
 from torchrelay import __version__
+from torchrelay._output import OutputError, guarded_stdout
 from torchrelay.cli import checkpoint, key
 from torchrelay.cli.demo import demo
 from torchrelay.cli.doctor import doctor
@@ -58,9 +59,15 @@ def _options(
 
 
 def main() -> None:
-    """Run the command. Errors of TorchRelay are printed as one sentence."""
+    """Run the command. Errors of TorchRelay are printed as one sentence; the command ends without
+    one if nobody reads its output any more.
+    """
     try:
-        app()
+        with guarded_stdout():
+            app()
+    except OutputError as error:
+        error.report("torchrelay")
+        sys.exit(error.exit_code)
     except TorchRelayError as error:
         typer.echo(f"torchrelay: {error}", err=True)
         sys.exit(error.exit_code)

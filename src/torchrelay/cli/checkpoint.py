@@ -6,11 +6,12 @@ import json
 from contextlib import closing
 from dataclasses import dataclass
 from datetime import datetime
+from typing import Any
 
 import typer
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.measure import Measurement
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from torchrelay.errors import ArgumentError, StorageError
@@ -52,7 +53,8 @@ def ls(
     if as_json:
         typer.echo(json.dumps([one._asdict() for one in found], indent=2))
         return
-    table = Table("name", "series", "saved at", "ranks", "bytes", "manifest", title=path)
+    whole = Column("name", overflow="fold"), Column("series", overflow="fold")
+    table = Table(*whole, "saved at", "ranks", "bytes", "manifest", title=path)
     for name, series, saved_at_ns, world_size, size_bytes, state in found:
         at = f"{datetime.fromtimestamp(saved_at_ns / 1e9).astimezone():%Y-%m-%d %H:%M:%S}"
         table.add_row(name, series or "-", at, str(world_size), f"{size_bytes:,}", state)
@@ -162,27 +164,44 @@ app.add_typer(memory, name="memory")
 
 
 @memory.command("ls")
-def list_memory() -> None:
+def list_memory(
+    as_json: bool = typer.Option(False, "--json", help="Print JSON instead of a table."),
+) -> None:
     """List the jobs of this user that keep checkpoints in this host's memory, and when it ends."""
     from torchrelay.checkpoint.memory._folder import SCHEME, MemoryFolder  # noqa: PLC0415 - see inspect
     from torchrelay.checkpoint.memory._socket import folder_of, jobs, remove_dead  # noqa: PLC0415
 
-    table = Table("checkpoint", "parts here", "parts missing", "bytes here", "ends")
+    found: list[dict[str, Any]] = []
     for job in jobs():
         try:
             folder = MemoryFolder(SCHEME + job)
-        except StorageError:
+        except StorageError:  # its memory server was killed
             remove_dead(folder_of(job))
-            table.add_row(SCHEME + job, "-", "-", "-", "its memory server was killed")
+            found.append({"url": SCHEME + job, "state": "killed"})
             continue
         with closing(folder):
-            status, found = folder.client.ask("status"), folder.checkpoints
-        ends = f"{status['seconds_left']:.0f} s after the last of {status['trainers']} trainers"
-        table.add_row(SCHEME + job, "", "", f"{status['used_bytes']:,}", ends)
-        for one in found:
+            status, checkpoints = folder.servers.client.ask("status"), folder.servers.checkpoints
+        steps: list[dict[str, Any]] = []
+        for one in checkpoints:
             here = [info.size_bytes for info, peer in one.parts.values() if peer is None]
-            numbers = len(here), len(one.missing), f"{sum(here):,}"
-            table.add_row(f"{SCHEME}{job}/step-{one.info.step}", *map(str, numbers), "")
+            sizes = {"parts": len(here), "missing": len(one.missing), "size_bytes": sum(here)}
+            steps.append({"url": f"{SCHEME}{job}/step-{one.info.step}", **sizes})
+        own = {key: status[key] for key in ("used_bytes", "seconds_left", "trainers")}
+        found.append({"url": SCHEME + job, "state": "running", **own, "checkpoints": steps})
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+        return
+    url = Column("checkpoint", overflow="fold")
+    table = Table(url, "parts here", "parts missing", "bytes here", "ends")
+    for row in found:
+        if row["state"] == "killed":
+            table.add_row(row["url"], "-", "-", "-", "its memory server was killed")
+            continue
+        ends = f"{row['seconds_left']:.0f} s after the last of {row['trainers']} trainers"
+        table.add_row(row["url"], "", "", f"{row['used_bytes']:,}", ends)
+        for step in row["checkpoints"]:
+            numbers = step["parts"], step["missing"], f"{step['size_bytes']:,}"
+            table.add_row(step["url"], *map(str, numbers), "")
     Console(markup=False, emoji=False).print(table)
 
 
@@ -194,5 +213,5 @@ def drop(path: str = typer.Argument(help="The path that the job saves to, or its
 
     url = path if path.startswith(SCHEME) else SCHEME + job_of(path)
     with closing(MemoryFolder(url)) as folder:
-        folder.client.ask("drop")
+        folder.servers.client.ask("drop")
     typer.echo(f"{path}: dropped")

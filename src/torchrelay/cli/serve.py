@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from torchrelay._output import optional_output
 from torchrelay.config import Switching, check_value
 from torchrelay.errors import ConfigError, UnavailableError
 
@@ -59,7 +60,12 @@ def serve(
     else:
         raise ConfigError("name a models file, or a folder of snapshots with --models")
     file = dataclasses.replace(file, server=dataclasses.replace(file.server, **given))
-    _serve.serve(file, report=typer.echo)
+    _serve.serve(file, report=_report)
+
+
+@optional_output("torchrelay serve")
+def _report(line: str) -> None:
+    typer.echo(line)
 
 
 def _option(setting: dataclasses.Field[Any]) -> inspect.Parameter:

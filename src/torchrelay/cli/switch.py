@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from torchrelay._output import optional_output
 from torchrelay.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ __all__ = ["switch"]
 _Announce = Callable[[dict[str, str]], None]
 _Show = Callable[["SwitchStats"], None]
 
+_NAME = "torchrelay switch"
 _INTERVAL_S = 1.0  # between two looks at the statistics
 
 
@@ -102,6 +104,7 @@ def switch(
         uplink=Uplink(uplink, int(index), int(num_racks)) if uplink else None,
     )
     with contextlib.ExitStack() as stack:
+        stack.enter_context(optional_output(_NAME))  # for the last table
         stack.enter_context(server)
         start = {"switch": server.address, "data_plane": plane.name}
         if controller_port >= 0:
@@ -111,6 +114,7 @@ def switch(
             start["metrics"] = _serve_metrics(stack, server, metrics_port)
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         announce, show = _json_printers() if json_lines else _live_table(stack)
+        announce, show = optional_output(_NAME)(announce), optional_output(_NAME)(show)
         with contextlib.suppress(KeyboardInterrupt):
             announce(start)  # whoever reads it may end the command at once
             while True:

@@ -216,20 +216,12 @@ def _is_fsdp1_with_init(frame: FrameType) -> bool:
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Execute ``func``: for real without fake arguments, else on shapes, recorded if deferred."""
     operator = describe(func)
-    result = _handler_of(operator)(func, operator, args, kwargs)
+    result = _HANDLERS[operator.kind](func, operator, args, kwargs)
     return _any(func, operator, args, kwargs) if result is NotImplemented else result
 
 
-def _handler_of(operator: Operator) -> Handler:
-    """Return what executes an operation, or returns NotImplemented where :func:`_any` must."""
-    if operator.is_simple:
-        return _simple
-    if operator.makes_one or operator.reads_number:
-        return ahead
-    return _BY_NAME.get(operator.name, _decompose if operator.composite else _any)
-
-
 def _simple(func: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Record ``func`` without asking its meta kernel, where no kernel would refuse the tensor."""
     fake = args[0]
     if (
         type(fake) is not DispatchingTensor
@@ -287,12 +279,17 @@ def _any(func: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[str,
     return _general(func, operator, args, kwargs, fakes)
 
 
-_BY_NAME: dict[str, Handler] = {
-    **dict.fromkeys(made.FACTORIES, made.factory),
-    "aten::detach": _detach,
-    "aten::new_empty": _new_empty,
-    "aten::lift": _lift,
-    "aten::lift_fresh": _lift,
+# By the kinds of operators. They return NotImplemented where `_any` must execute an operation.
+_HANDLERS: dict[str, Handler] = {
+    "simple": _simple,
+    "pure": ahead,
+    "number": ahead,
+    "sized": made.factory,
+    "composite": _decompose,
+    "detach": _detach,
+    "new_empty": _new_empty,
+    "lift": _lift,
+    "any": _any,
 }
 
 

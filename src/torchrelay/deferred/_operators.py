@@ -25,8 +25,7 @@ _FILLS = {
     "aten::random_.to",
 }  # fmt: skip
 
-# In-place operations with one tensor, whose result has its shape and dtype: no need to ask the meta
-# kernel. The dtype must be floating, so that no kernel would refuse it.
+# In-place operations with one tensor, whose result has its shape and dtype.
 _SIMPLE = _FILLS - {"aten::copy_", "aten::fill_.Tensor", "aten::bernoulli_.Tensor"} | {
     "aten::mul_.Scalar", "aten::div_.Scalar", "aten::add_.Scalar", "aten::sub_.Scalar",
     "aten::erfinv_", "aten::clamp_", "aten::clamp_min_", "aten::clamp_max_", "aten::neg_",
@@ -34,6 +33,23 @@ _SIMPLE = _FILLS - {"aten::copy_", "aten::fill_.Tensor", "aten::bernoulli_.Tenso
     "aten::sub_.Tensor", "aten::sqrt_", "aten::abs_", "aten::tanh_", "aten::sigmoid_", "aten::cos_",
     "aten::sin_",
 }  # fmt: skip
+
+# Factories whose first argument is the size, and whose result is contiguous.
+_SIZED = {
+    "aten::empty.memory_format", "aten::zeros", "aten::ones", "aten::full", "aten::rand",
+    "aten::randn",
+}  # fmt: skip
+
+# Of the operations that are executed in a way of their own.
+_KINDS = {
+    **dict.fromkeys(_SIMPLE, "simple"),
+    **dict.fromkeys(_SIZED, "sized"),
+    "aten::_local_scalar_dense": "number",
+    "aten::detach": "detach",
+    "aten::new_empty": "new_empty",
+    "aten::lift": "lift",
+    "aten::lift_fresh": "lift",
+}
 
 # Operations without a tensor argument are factories; so are these, whose argument only lends its
 # attributes.
@@ -77,11 +93,14 @@ class Operator:
 
     Attributes:
         name: ``aten::add_.Tensor``.
+        kind: how it is executed: "simple", in place, on one tensor, keeping its shape and dtype;
+            "pure", its one result is a new tensor, which its arguments alone decide; "number", it
+            returns a number that is in its argument; "sized", a factory of a contiguous tensor;
+            "composite", by a decomposition into simpler operations; "detach", "new_empty", "lift";
+            or as any other.
         is_view: the result is a region of its first tensor argument's storage.
-        is_simple: in place, on one tensor, keeping its shape and dtype.
         is_factory: its result depends on no tensor's values.
         changes_shape: in place, and what changes is how the tensor sees its storage (``t_``).
-        composite: has a decomposition into simpler operations that must be used instead.
         fills: overwrites its first argument without reading it.
         draws: takes random numbers, or may do so.
         with_generator: the overload to call to give it a generator, or None.
@@ -90,17 +109,14 @@ class Operator:
         approximates: elementwise, by a method that may depend on where an element lies.
         creates: it has results that are no alias of an argument.
         needs_values: its result, or the shape of it, depends on values.
-        makes_one: its one result is a new tensor, which its arguments alone decide.
-        reads_number: it returns a number that is in its argument.
         takes_dtype, takes_device: it has an argument of that name.
     """
 
     name: str
+    kind: str = "any"
     is_view: bool = False
-    is_simple: bool = False
     is_factory: bool = False
     changes_shape: bool = False
-    composite: bool = False
     fills: bool = False
     draws: bool = False
     with_generator: Any = None
@@ -109,8 +125,6 @@ class Operator:
     approximates: bool = False
     creates: bool = False
     needs_values: bool = False
-    makes_one: bool = False
-    reads_number: bool = False
     takes_dtype: bool = False
     takes_device: bool = False
 
@@ -170,15 +184,11 @@ def _describe(func: Any) -> Operator:
     tensors = sum("Tensor" in str(argument.type) for argument in arguments)
     base = schema.name.removeprefix("aten::")
     out_of_place = base if base == "copy_" else base.removesuffix("_")
-    creates = any(result.alias_info is None for result in schema.returns)
     operator = Operator(
         name=name,
         is_view=func.is_view or name in _VIEWS,
-        is_simple=name in _SIMPLE,
         is_factory=tensors == 0 or (tensors == 1 and base in _LIKE),
         changes_shape=torch.Tag.inplace_view in tags,
-        composite=func._can_decompose()
-        and func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd),
         fills=name in _FILLS,
         # Operators of others need not declare that they draw.
         draws="generator" in named
@@ -192,13 +202,19 @@ def _describe(func: Any) -> Operator:
         ),
         slices=out_of_place in _ELEMENTWISE | _APPROXIMATED and not name.endswith((".out", "_out")),
         approximates=out_of_place in _APPROXIMATED,
-        creates=creates,
+        creates=any(result.alias_info is None for result in schema.returns),
         needs_values=bool(tags & _BY_VALUE),
-        reads_number=func is aten._local_scalar_dense.default,
         takes_dtype="dtype" in named,
         takes_device="device" in named,
     )
-    makes_one = creates and [str(result.type) for result in schema.returns] == ["Tensor"]
+    return replace(operator, kind=_KINDS.get(name) or _kind_of(func, operator))
+
+
+def _kind_of(func: Any, operator: Operator) -> str:
+    if func._can_decompose() and func.has_kernel_for_dispatch_key(
+        torch._C.DispatchKey.CompositeImplicitAutograd
+    ):
+        return "composite"
     special = (
         operator.is_view
         or operator.is_factory
@@ -206,7 +222,8 @@ def _describe(func: Any) -> Operator:
         or operator.written
         or operator.draws
         or operator.needs_values
-        or operator.composite
+        or operator.name.startswith("aten::quantize")
     )
-    of_torch = func.namespace == "aten" and not base.startswith("quantize")
-    return replace(operator, makes_one=makes_one and of_torch and not special)
+    makes_one = [str(result.type) for result in func._schema.returns] == ["Tensor"]
+    is_pure = func.namespace == "aten" and operator.creates and makes_one and not special
+    return "pure" if is_pure else "any"

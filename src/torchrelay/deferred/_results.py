@@ -17,7 +17,7 @@ from torchrelay.deferred._tensor import FakeTensor, fake_from_region, meta_of
 from torchrelay.errors import ArgumentError, UnavailableError, UnsupportedError
 
 __all__ = [
-    "FACTORIES", "SETS", "as_returned", "check_device", "check_sizes", "constant_fake", "device_of",
+    "SETS", "as_returned", "check_device", "check_sizes", "constant_fake", "device_of",
     "factory", "fakes_in", "new_fake", "reshape_in_place", "set_memory", "shapes_of", "view_of",
     "written_by",
 ]  # fmt: skip
@@ -78,7 +78,7 @@ def _shapes_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if name.startswith(_LAID_OUT_BY_DEVICE):
             return _torch.results_on_device(func, args, meta_kwargs, meta)
         results = func(*map_tensors(args, torch.Tensor, meta), **meta_kwargs)
-        if operator.makes_one and _may_have_other_strides((args, kwargs), results):
+        if operator.kind == "pure" and _may_have_other_strides((args, kwargs), results):
             return _as_on_cpu(func, args, kwargs, results)
         return (
             map_tensors(results, torch.Tensor, _row_by_row)
@@ -193,12 +193,6 @@ def as_returned(func: Any, written: list[Any]) -> Any:
 
 aten = torch.ops.aten
 _CPU = torch.device("cpu")
-
-# Factories whose first argument is the size, and whose result is contiguous.
-FACTORIES = {
-    "aten::empty.memory_format", "aten::zeros", "aten::ones", "aten::full", "aten::rand",
-    "aten::randn",
-}  # fmt: skip
 
 
 def factory(func: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

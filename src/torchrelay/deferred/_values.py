@@ -43,7 +43,7 @@ def ahead(func: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[str
     session = sessions.recording()
     if session is None:
         return NotImplemented
-    if not operator.reads_number:
+    if operator.kind == "pure":
         has_read = session.replay.has_read
         return _compute(func, operator, args, kwargs, session) if has_read else NotImplemented
     fake = args[0]

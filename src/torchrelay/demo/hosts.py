@@ -98,6 +98,7 @@ def run_on_hosts(
         counts = switch.stats().counts
         print(
             f"switch: {counts['received']:,} packets in, {counts['completed']:,} sums, "
-            f"{counts['sent']:,} packets out"
+            f"{counts['sent']:,} packets out",
+            flush=True,
         )
     return next((abs(code) for code in codes if code), 0)

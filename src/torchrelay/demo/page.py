@@ -18,7 +18,6 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from torchrelay import __version__
-from torchrelay.demo.evaluation import HITS_AT
 from torchrelay.demo.options import DemoOptions
 from torchrelay.demo.report import Report, Stage, format_seconds
 
@@ -55,7 +54,6 @@ _GROUP_ROW = 0.4  # of the height of a request's row
 def page(report: Report, options: DemoOptions, facts: str) -> str:
     """Return the page. ``facts`` names the data."""
     compared = [stage for stage in report.stages if stage.usual_s]
-    headings = ("stage", "time", "the usual way", "its time", "ratio")
     with mpl.rc_context(_STYLE):
         return _TEMPLATE.substitute(
             summary=html.escape(_summary(report, options, facts)),
@@ -64,21 +62,10 @@ def page(report: Report, options: DemoOptions, facts: str) -> str:
                 _mrr(report), "Mean reciprocal rank on test: 1 if every first answer is right"
             ),
             stages_picture=_svg(_stages(compared)),
-            stages_table=_table(headings, [stage.cells() for stage in report.stages], {0, 2}),
+            stages_table=_table(*report.tables["stage"], {0, 2}),
             serving=_serving(report.switches),
-            metrics=_table(
-                ("facts", "questions", "MRR", *(f"Hits@{k}" for k in HITS_AT)),
-                [
-                    (name, f"{one.questions:,}", *(f"{x:.4f}" for x in (one.mrr, *one.hits)))
-                    for name, one in report.metrics.items()
-                ],
-                {0},
-            ),
-            sizes=_table(
-                ("what", "size"),
-                [(name, f"{size / 1e6:,.1f} MB") for name, size in report.sizes.items()],
-                {0},
-            ),
+            metrics=_table(*report.tables["facts"], {0}),
+            sizes=_table(*report.tables["what"], {0}),
             command=html.escape(options.command),
             versions=html.escape(
                 f"torchrelay {__version__}, torch {torch.__version__}, "

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.table import Table
 
+from torchrelay._output import optional_output
 from torchrelay.demo.evaluation import HITS_AT, RankingMetrics
 
 __all__ = ["Report", "Stage", "format_seconds"]
@@ -55,14 +56,16 @@ class Report:
         self.stages: list[Stage] = []
         self.losses: list[float] = []
         self.metrics: dict[str, RankingMetrics] = {}
-        self.sizes: dict[str, int] = {}
+        # Headings and rows, by the first heading.
+        self.tables: dict[str, tuple[Sequence[str], list[Sequence[str]]]] = {}
         self.lines: list[str] = []
         self.switches: list[dict[str, Any]] = []
 
     def doing(self, text: str) -> None:
         """Show on a terminal what is going on, until the next line."""
         if self._console.is_terminal and not self._console.quiet:
-            print(f"{_CLEAR_LINE}{text} ...", end="", flush=True)
+            with optional_output("torchrelay demo"):
+                print(f"{_CLEAR_LINE}{text} ...", end="", flush=True)
 
     def line(self, text: str) -> None:
         """Report a line of text."""
@@ -108,25 +111,26 @@ class Report:
 
     def add_sizes(self, sizes: Mapping[str, int]) -> None:
         """Report numbers of bytes."""
-        self.sizes.update(sizes)
         rows = ((name, f"{size_bytes / 1e6:,.1f} MB") for name, size_bytes in sizes.items())
         self._table("Bytes, on rank 0", ("what", "size"), rows)
 
     def _table(self, title: str, headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
         """Print a table; all columns but those of names are figures, which stand at the right."""
+        self.tables[headings[0]] = headings, [*rows]
         table = Table(title=title, title_justify="left")
         for heading in headings:
             is_name = heading in (headings[0], _BESIDE[0])
             justify: Literal["left", "right"] = "left" if is_name else "right"
             table.add_column(heading, overflow="fold", justify=justify, no_wrap=not is_name)
-        for row in rows:
+        for row in self.tables[headings[0]][1]:
             table.add_row(*row)
         self._print(table)
 
     def _print(self, what: str | Table) -> None:
-        if self._console.is_terminal and not self._console.quiet:
-            print(_CLEAR_LINE, end="", flush=True)
-        self._console.print(what)
+        with optional_output("torchrelay demo"):
+            if self._console.is_terminal and not self._console.quiet:
+                print(_CLEAR_LINE, end="", flush=True)
+            self._console.print(what)
 
 
 def format_seconds(seconds: float) -> str:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 import torch.distributed.nn.functional as dist_nn
 
 from torchrelay import aggregation, mpi
+from torchrelay._output import guarded_stdout
 from torchrelay._platform import has_core, peak_memory_bytes
 from torchrelay.checkpoint import load, save
 from torchrelay.deferred import deferred_init, materialize_module
@@ -393,4 +394,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with guarded_stdout():
+        main()

@@ -6,7 +6,7 @@ import itertools
 import time
 import weakref
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -115,9 +115,12 @@ class Server(Resource):
         self.loads = itertools.count()  # of states, by name of the collective call
         self._origin = _native.Origin()
         self.ending = Ending(self, self.table)
-        self.network = self.topology.opened_network
-        with _telemetry.event("parameters", "open", self.table):
-            self.store, self.addresses = self._open()
+        with (
+            _telemetry.event("parameters", "open", self.table),
+            self.topology.opening(self.table) as gather,
+        ):
+            self.network = self.topology.opened_network
+            self.store, self.addresses = self._open(gather)
         end_with_process(self, self.ending)
         if self.topology.member == 0:
             _LEADERS.add(self)
@@ -146,7 +149,7 @@ class Server(Resource):
             )
         )
 
-    def _open(self) -> tuple[_native.ParameterStore, list[str]]:
+    def _open(self, gather: Callable[..., list[Any]]) -> tuple[_native.ParameterStore, list[str]]:
         """Make this node's store, or attach its leader's; return it and all nodes' endpoints.
 
         A leader starts to serve once the endpoints of all nodes exist.
@@ -157,13 +160,15 @@ class Server(Resource):
             if self.network is not None:
                 self._service = self._make_service(self.network)
             mine = self.store.address, self._service.addresses if self._service else []
-        made = topology.gather(f"{self.table}/nodes", mine, "open the table")
+        made = gather("nodes", mine)
         if topology.member > 0:
             address, _ = made[topology.nodes[topology.node][0]]
             self.store = _native.ParameterStore.attach(address, native_init(self.init))
         addresses = [address for leader, *_ in topology.nodes for address in made[leader][1]]
         if self._service is not None:
             self._service.start(addresses)
+        gather("opened", None)  # one that lacks descriptors or threads says so here
+        if self._service is not None:
             self._greet()
         return self.store, addresses
 

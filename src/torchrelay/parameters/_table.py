@@ -176,9 +176,16 @@ class Table(Resource):
             description={"apply_gradients": apply_gradients, "reduction": reduction},
             problem=problem,
         )
+        try:
+            with topology.opening(server.table) as gather:
+                worker = Worker(topology.member, server)
+                gather("workers", None)
+        except BaseException:
+            server.abort()
+            raise
         table = cls(
             server,
-            Worker(topology.member, server),
+            worker,
             name=name or "table",
             apply_gradients=apply_gradients,
             reduction=reduction,

@@ -7,9 +7,11 @@ one process.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import operator
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
@@ -151,6 +153,18 @@ class Topology:
         waiting = self._waiting(call, check)
         return self.ranks.gather(step, mine, self.settings.timeout_s, **waiting)
 
+    @contextlib.contextmanager
+    def opening(self, table: str) -> Iterator[Callable[..., list[Any]]]:
+        """Notify the others of an error of this process alone in this block, and raise theirs.
+
+        Yields:
+            What :meth:`gather` is elsewhere.
+        """
+        ranks = self.ranks.with_keys(table)  # the next table may be opened after an error
+        waiting = self._waiting("open the table", nothing_to_check)
+        with ranks.joining():
+            yield partial(ranks.gather, timeout_s=self.settings.timeout_s, **waiting)
+
     def barrier(
         self,
         step: str,
@@ -187,10 +201,15 @@ def topology_of(
     Raises:
         ArgumentError: nodes have unequal numbers of processes, or one spans hosts.
         OperationTimeoutError: a process is missing.
+        UnavailableError: ``node_of_rank`` raises on another process; on that one its own exception.
     """
     settings = settings or config.load(config.Parameters)
     messages = config.load(config.TransportSettings)
-    group = None if node_of_rank is None else node_of_rank(ranks.rank)
+    try:
+        group = None if node_of_rank is None else operator.index(node_of_rank(ranks.rank))
+    except Exception as error:  # of this process alone
+        ranks.refuse(ArgumentError(f"node_of_rank({ranks.rank}) raised {error!r}"))
+        raise
     gather = partial(ranks.gather, timeout_s=settings.timeout_s)
     places = gather("place", [host_identity(), group, secrets.token_hex(transport.TOKEN_BYTES)])
     hosts = [host for host, _, _ in places]
@@ -205,7 +224,8 @@ def topology_of(
     for node in nodes:
         if len({hosts[rank] for rank in node}) != 1:
             raise ArgumentError(f"ranks {node} form a node but do not share a host")
-    interface = address_for_peers(gather, ranks.name, server, messages.interface)
+    with ranks.joining():
+        interface = address_for_peers(gather, ranks.name, server, messages.interface)
     token = bytes.fromhex(places[0][2])
     return Topology(
         ranks,

@@ -22,7 +22,6 @@ from torchrelay.config import load as load_settings
 from torchrelay.errors import (
     ArgumentError,
     CapacityError,
-    OperationTimeoutError,
     TorchRelayError,
     UnavailableError,
 )
@@ -36,7 +35,7 @@ from torchrelay.switching.daemon._served import Served
 from torchrelay.switching.device._cache import SharedCache
 from torchrelay.switching.device._contract import WorkerLink, align
 from torchrelay.switching.device._host import HostLink
-from torchrelay.switching.generate._messages import Emitted
+from torchrelay.switching.generate._messages import Emitted, Sampling
 from torchrelay.switching.generate._prompts import ids_of, sampling_of, text_after
 from torchrelay.switching.generate._sequences import Sequence as TokenSequence
 from torchrelay.switching.generate._stream import TokenStream
@@ -135,18 +134,8 @@ class Switcher(Resource):
             raise
         with _telemetry.event("switching", "load", name) as running:
             running.size_bytes = model.size_bytes
-            try:
-                wait_reporting(
-                    ready,
-                    timeout_s,
-                    lambda: self._owner.read(lambda: self._daemon.catalog.progress(name)),
-                )
-            except TimeoutError as error:
-                if ready.done():
-                    raise
-                raise OperationTimeoutError(
-                    f"model {name!r} was not ready after {timeout_s:g} s"
-                ) from error
+            progress = partial(self._daemon.catalog.progress, name)
+            wait_reporting(ready, timeout_s, lambda: self._owner.read(progress))
 
     def unload(self, name: str) -> None:
         """Stop serving `name`: waiting requests fail, the running one is finished.
@@ -303,9 +292,10 @@ class Switcher(Resource):
             UnsupportedError: the model has no tokenizer.
         """
         model = self.stored(name) or self._store.get(name)
+        ids = ids_of(model, prompt)
         sampling = sampling_of(
             model,
-            len(ids := ids_of(model, prompt)),
+            len(ids),
             max_tokens=max_tokens,
             temperature=temperature,
             top_p=top_p,
@@ -314,16 +304,23 @@ class Switcher(Resource):
             ignore_eos=ignore_eos,
             logprobs=logprobs,
         )
-        events = SimpleQueue[Emitted | Exception]()
-        text = text_after(model, stop)
-        sequence = TokenSequence(name, ids, sampling, events.put, priority)
-        self._begin(sequence)
-        return TokenStream(sequence, events, text, self._end_sequence)
+        return self._continue(model, ids, sampling, stop, priority)
 
-    def _begin(self, sequence: TokenSequence) -> None:
-        """Generate `sequence`."""
-        _check_priority(sequence.priority)
+    def _continue(
+        self,
+        model: StoredModel,
+        prompt: tuple[int, ...],
+        sampling: Sampling,
+        stop: Sequence[str],
+        priority: int,
+        on_event: Callable[[Emitted | Exception], object] | None = None,
+    ) -> TokenStream:
+        """Generate a sequence, whose events come to `on_event` in the owner's thread, if given."""
+        _check_priority(priority)
+        events, text = SimpleQueue[Emitted | Exception](), text_after(model, stop)
+        sequence = TokenSequence(model.name, prompt, sampling, on_event or events.put, priority)
         self._owner.call(lambda: self._daemon.generate(sequence))
+        return TokenStream(sequence, events, text, self._end_sequence)
 
     def _end_sequence(self, sequence: TokenSequence) -> None:
         if not self._owner.is_foreign:
@@ -372,6 +369,10 @@ class Switcher(Resource):
             task._resume(resume)
         owner.call(lambda: self._daemon.train(task))
         return task
+
+    def _end_requests(self) -> None:
+        """Fail what is queued or runs, and refuse more."""
+        self._owner.post(lambda: self._daemon.drain(0.0))
 
     def status(self) -> dict[str, Any]:
         """Return the resident models, and queued, running and finished requests, as JSON values."""

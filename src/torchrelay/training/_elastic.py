@@ -11,18 +11,21 @@ from dataclasses import fields, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from typing_extensions import Self
 
 from torchrelay import _telemetry, config
 from torchrelay._names import names_options
+from torchrelay.errors import ArgumentError, UnavailableError
 from torchrelay.training._agreement import Agreement, Losses
+from torchrelay.training._comm_hooks import local_tensor
 from torchrelay.training._healing import (
     RandomStates,
     Stateful,
+    about,
     check,
     heal,
-    layout_of,
     refuse_ddp,
 )
 from torchrelay.training._membership import Record
@@ -46,27 +49,42 @@ class Step:
         self._agreement = agreement
         self.rank, self.size, self.number = agreement.group.rank(), agreement.group.size(), number
         self.samples, self.committed = 1, False
-        self.is_aborted = False
+        self.is_aborted = self.is_over = False
         self.failure: Exception | None = None
         self.callbacks: list[Callable[[], None]] = []
 
     def reduce(self, parameters: nn.Module | Iterable[Tensor]) -> None:
         """Average the gradients of ``parameters`` over the members, weighted by their
-        :attr:`samples`. Collective; blocks.
+        :attr:`samples`, and the running means and variances of normalisation layers of a module.
+        Collective; blocks.
 
         If a member is lost, the gradients are undefined, and the step is not committed.
+
+        Raises:
+            ArgumentError: the step's block has ended, or the module is a DistributedDataParallel.
         """
         refuse_ddp("the model of step.reduce", parameters)
+        statistics: list[Tensor] = []
         if isinstance(parameters, nn.Module):
+            buffers = parameters.named_buffers()
+            statistics = [one for name, one in buffers if name.endswith(_STATISTICS)]
             parameters = parameters.parameters()
         trained = [one for one in parameters if one.requires_grad]
         for one in trained:
             if one.grad is None:
                 one.grad = torch.zeros_like(one)
-        self.average([one.grad for one in trained if one.grad is not None])
+        averages = [one.clone() for one in statistics]
+        self.average([*(one.grad for one in trained if one.grad is not None), *averages])
+        if self.failure is None:
+            for one, average in zip(statistics, averages, strict=True):
+                one.copy_(average)
 
     def average(self, tensors: list[Tensor]) -> None:
-        """Average ``tensors`` over the members in place, as :meth:`reduce` does gradients."""
+        """Average ``tensors`` over the members in place, as :meth:`reduce` does gradients. Of a
+        DTensor each rank of a replica averages its own part.
+        """
+        self._check_block("step.reduce and step.average")
+        tensors = [part for part in map(local_tensor, tensors) if part.numel()]
         with self.guarded():
             total = torch.tensor([self.samples])
             self._agreement.collective(lambda group: group.allreduce([total]))
@@ -81,6 +99,7 @@ class Step:
 
     def on_commit(self, function: Callable[[], None]) -> None:
         """Call ``function`` at the end of the block if the step is committed."""
+        self._check_block("step.on_commit, as of ElasticLoader.take,")
         self.callbacks.append(function)
 
     @contextlib.contextmanager
@@ -91,6 +110,12 @@ class Step:
         except Losses as error:
             self.failure = self.failure or error
 
+    def _check_block(self, calls: str) -> None:
+        if self.is_over:
+            raise ArgumentError(f"{calls} belong into the block of `with elastic.step()`")
+
+
+_STATISTICS = ("running_mean", "running_var")  # of normalisation layers
 
 _KINDS = {
     "steps": "steps that were committed",
@@ -125,6 +150,10 @@ class Elastic:
             equal on all members.
         local: states that differ between members, such as that of an inner optimizer of DiLoCo: a
             new member gets those of one of the others. Those of random generators are added.
+        replica: the ranks of this replica, if it has several, such as those of the mesh of FSDP2.
+            They make the same calls, and are lost and started again together. Each averages its own
+            parts of DTensors with the ranks of the same number of other replicas, and gets its
+            state from them.
         settings: of ``TORCHRELAY_ELASTIC_*``, such as ``address``, ``peers`` and ``timeout_s``.
 
     Attributes:
@@ -136,8 +165,7 @@ class Elastic:
         ConfigError: a setting is invalid, or there is neither token nor key where other hosts
             could connect.
         UnavailableError: this process cannot listen at its address.
-        UnsupportedError: the replica has several processes: the default process group has several
-            ranks, or a state has DTensors.
+        UnsupportedError: the default process group has several ranks, and ``replica`` is not given.
     """
 
     @names_options(*(field.name for field in fields(config.ElasticSettings)))
@@ -145,15 +173,17 @@ class Elastic:
         self,
         states: Mapping[str, Stateful],
         local: Mapping[str, Stateful] | None = None,
+        *,
+        replica: dist.ProcessGroup | None = None,
         **settings: Any,
     ) -> None:
         self._states = dict(states)
         self._local = {"random": RandomStates(), **(local or {})}
         check({**self._states, **self._local})
         chosen = replace(config.load(config.ElasticSettings), **settings)
-        self._agreement = Agreement(chosen, layout_of({**self._states, **self._local}))
+        self._agreement = Agreement(chosen, about({**self._states, **(local or {})}), replica)
         self.version = 0
-        self._is_in_doubt, self._wants_round = False, True
+        self._is_in_doubt, self._wants_round, self._has_state = False, True, False
         self._is_whole: list[bool] = []  # by rank
         self._is_closed = False
         self._costs = _Costs()
@@ -183,27 +213,48 @@ class Elastic:
         Where a member is lost, what the block's communications raise ends the block, and is not
         raised further: the step is not committed.
 
+        What else is raised in the block, or by Ctrl-C, is raised further, and this member has not
+        committed the step. If it takes another one, it gets the state of those that have.
+
         Raises:
-            MismatchError: the others refuse this member: its version, model, token or settings.
+            MismatchError: the others refuse this member: its version, states, token or settings.
             OperationTimeoutError: this member must not go on, and waited ``wait_s``.
-            UnavailableError: all members that had the state are lost.
+            UnavailableError: all members that had the state are lost, or this one was closed.
         """
-        self._prepare()
-        started_s = time.monotonic()
-        self._costs.began_s = self._costs.began_s or started_s
-        step = Step(self._agreement, self.version)
+        if self._is_closed:
+            raise UnavailableError("Elastic: this member has left the job by close()")
+        with self._whole_or_left():
+            self._prepare()
+        with self._whole_or_left():
+            step = Step(self._agreement, self.version)
+            started_s = time.monotonic()
+            self._costs.began_s = self._costs.began_s or started_s
+            try:
+                yield step
+            except Exception as error:
+                if self.group.get_error().name == "SUCCESS":
+                    raise
+                step.failure = error
+            ended_s, step.is_over = time.monotonic(), True
+            is_committed = self._commit(step)
+            self._costs.add("steps" if is_committed else "repeated_steps", started_s, ended_s)
+            if is_committed:
+                for function in step.callbacks:
+                    function()
+            step.callbacks.clear()  # they hold iterators, and `step.failure` makes a cycle
+            step.committed = is_committed
+
+    @contextlib.contextmanager
+    def _whole_or_left(self) -> Iterator[None]:
+        """Leave the group where its members would wait for what this one does not do any more."""
+        version = self.version
         try:
-            yield step
-        except Exception as error:
-            if self.group.get_error().name == "SUCCESS":
-                raise
-            step.failure = error
-        ended_s = time.monotonic()
-        step.committed = self._commit(step)
-        self._costs.add("steps" if step.committed else "repeated_steps", started_s, ended_s)
-        if step.committed:
-            for function in step.callbacks:
-                function()
+            yield
+        except BaseException:
+            self.version, self._is_in_doubt, self._wants_round = version, False, True
+            if not self._is_closed:
+                self.group.abort()
+            raise
 
     def report(self) -> str:
         """Return a table of what this member's run cost since its first step."""
@@ -239,15 +290,18 @@ class Elastic:
             if self._wants_round:
                 self._agree()
             if not all(self._is_whole):
-                try:
-                    self._heal()
-                except Losses as error:
-                    _logger.info("a member was lost while others got the state: %s", error)
-                    self._wants_round = True
+                self._heal()
 
     def _heal(self) -> None:
-        started_s = time.monotonic()
-        size_bytes = heal(self.group, self._is_whole, self._states, self._local)
+        started_s, size_bytes = time.monotonic(), 0
+        try:
+            size_bytes = heal(self.group, self._is_whole, self._states, self._local)
+        except Losses as error:
+            _logger.info("a member was lost while others got the state: %s", error)
+            self._wants_round = True
+        (self._wants_round,) = self._agreement.any(self._wants_round)
+        if self._wants_round:
+            return
         self._costs.healed_bytes += size_bytes
         self._costs.add("heals", started_s, time.monotonic())
         _logger.info(
@@ -257,38 +311,40 @@ class Elastic:
             size_bytes / 1e6,
             time.monotonic() - started_s,
         )
-        self._agreement.machine.is_whole = True
+        self._has_state = True
         self._is_whole = [True] * len(self._is_whole)
 
     def _commit(self, step: Step) -> bool:
         """Return whether all members committed ``step``."""
-        if step.failure is None:
-            self._is_in_doubt = not step.is_aborted
-            votes = torch.tensor([step.is_aborted, self._agreement.has_knocks()]).int()
+        any_of, before = self._agreement.any, self.version
+        is_failed, is_aborted = any_of(step.failure is not None, step.is_aborted)
+        if not is_failed:
+            self._is_in_doubt = not is_aborted
+            votes = torch.tensor([is_aborted, self._agreement.delegate.has_knocks()]).int()
             with step.guarded():
                 self._agreement.collective(lambda group: group.allreduce([votes]))
-        before = self.version
-        if step.failure is None:
-            self._is_in_doubt, self._wants_round = False, bool(votes[1])
+            is_failed, wants_round = any_of(step.failure is not None, bool(votes[1]))
+        if not is_failed:
+            self._is_in_doubt, self._wants_round = False, wants_round
             self.version += not votes[0]
         else:
-            _logger.info("step %d: %s", self.version, step.failure)
+            cause = step.failure or "a member was lost by another rank of this replica"
+            _logger.info("step %d: %s", self.version, cause)
             self._agree()
-        return self._agreement.machine.is_whole and self.version > before
+        return self._has_state and self.version > before
 
     def _agree(self) -> None:
-        former, machine, started_s = self.members, self._agreement.machine, time.monotonic()
+        former, started_s = self.members, time.monotonic()
         self._wants_round = True
-        record = Record(self.version, self._is_in_doubt, machine.is_whole)
-        records = self._agreement.agree(record).records
+        record = Record(self.version, self._is_in_doubt, self._has_state)
+        _, records, dead = self._agreement.agree(record)
         self._wants_round, self._is_in_doubt = False, False
         mine = records[self.members.index(self._agreement.member)]
-        machine.is_whole = mine.is_whole
-        self.version = mine.version
+        self.version, self._has_state = mine.version, mine.is_whole
         self._is_whole = [one.is_whole for one in records]
         self._costs.add("changes", started_s, time.monotonic())
         left = [
-            f"{one} ({'ended' if one in machine.dead else 'silent'})"
+            f"{one} ({'ended' if one in dead else 'silent'})"
             for one in former
             if one not in self.members
         ]

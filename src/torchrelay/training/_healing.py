@@ -8,11 +8,12 @@ values are JSON; nothing is unpickled. All members then compare checksums of all
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
-import random
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,9 +23,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
 from torchrelay import _native
+from torchrelay._random import random_state, restore_random
 from torchrelay.errors import ArgumentError, CorruptionError, UnsupportedError
+from torchrelay.training._comm_hooks import local_tensor
+from torchrelay.training._replica import broadcast
+from torchrelay.training._samples import ElasticLoader
 
-__all__ = ["RandomStates", "Stateful", "check", "heal", "layout_of", "refuse_ddp"]
+__all__ = ["RandomStates", "Stateful", "about", "check", "heal", "refuse_ddp"]
 
 _logger = logging.getLogger("torchrelay.training")
 _PIECE_BYTES = 4 << 20
@@ -40,34 +45,36 @@ class Stateful(Protocol):
 
 
 class RandomStates:
-    """The states of the random generators of torch on the CPU, Python and NumPy, as texts. They
-    differ between members: a new one gets those of the first that is whole.
+    """Those of generators on the CPU. They differ between members: a new one gets those of the
+    first that is whole.
     """
 
-    def state_dict(self) -> dict[str, str]:
-        name, keys, *rest = np.random.get_state(legacy=True)
-        return {
-            "torch": torch.get_rng_state().numpy().tobytes().hex(),
-            "python": json.dumps(random.getstate()),
-            "numpy": json.dumps([name, np.asarray(keys).tolist(), *rest]),
-        }
+    def state_dict(self) -> dict[str, Any]:
+        return random_state(with_cuda=False)
 
-    def load_state_dict(self, state: dict[str, str]) -> None:
-        torch.set_rng_state(torch.frombuffer(bytearray.fromhex(state["torch"]), dtype=torch.uint8))
-        version, words, gauss = json.loads(state["python"])
-        random.setstate((version, tuple(words), gauss))
-        np.random.set_state(json.loads(state["numpy"]))
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        restore_random(state)
 
 
-def layout_of(states: Mapping[str, Stateful]) -> list[str]:
-    """Return name, dtype and shape of each tensor of the modules among ``states``."""
-    return [
-        f"{name}.{key} {str(value.dtype).removeprefix('torch.')} {[*value.shape]}"
+def about(states: Mapping[str, Stateful]) -> dict[str, str]:
+    """Return what must be equal on all members, described for messages."""
+    layout = [
+        f"{name}.{key} {_fields(value)}"
         for name, one in sorted(states.items())
         if isinstance(one, nn.Module)
         for key, value in one.state_dict().items()
         if isinstance(value, Tensor)
     ]
+    digest = hashlib.blake2b("\n".join(layout).encode(), digest_size=6).hexdigest()
+    others = {name: one for name, one in states.items() if not isinstance(one, nn.Module)}
+    names = [
+        f"{name}: {one.about if isinstance(one, ElasticLoader) else type(one).__name__}"
+        for name, one in others.items()
+    ]
+    return {
+        "the model": f"{len(layout)} tensors ({digest})",
+        "the list of its other states": "; ".join(sorted(names)) or "empty",
+    }
 
 
 def refuse_ddp(name: str, model: object) -> None:
@@ -102,7 +109,8 @@ def heal(
     Returns the bytes that this member has received.
 
     Args:
-        shared: states that are equal on all members that are whole.
+        shared: states that are equal on all members that are whole, but for the buffers of modules:
+            those of the first are sent to all others.
         local: states that are not: those of the first member that is whole are sent.
 
     Raises:
@@ -111,18 +119,31 @@ def heal(
     """
     rank, first = group.rank(), [*is_whole].index(True)
     whole = [source for source, has_state in enumerate(is_whole) if has_state]
+    new = [target for target, has_state in enumerate(is_whole) if not has_state]
+    buffers = {
+        f"[{name!r}][{key!r}]"
+        for name, one in shared.items()
+        if isinstance(one, nn.Module)
+        for key, _ in one.named_buffers()
+    }
     size_bytes = 0
-    for states, sources in ((shared, whole), (local, [first])):
+    for states, sources, from_first in ((shared, whole, buffers), (local, [first], set[str]())):
         tree, own = _leaves(states)
         text = _described(tree, own) if rank == first else b""
-        spec, leaves = json.loads(_broadcast(group, text, first))
+        spec, leaves = json.loads(broadcast(group, text, first))
         values, tensors = [], None
         if rank in sources or not is_whole[rank]:
-            values = [_restored(leaf, own.get(leaf["name"])) for leaf in leaves]
-            tensors = [
-                _memory(value) for value in values if isinstance(value, (Tensor, np.ndarray))
+            like = {part: value for value in own.values() if (part := _part_of(value))}
+            values = [_restored(leaf, own.get(leaf["name"]), like) for leaf in leaves]
+            moved = [
+                (_memory(value), ([first], [*{*range(group.size())} - {first}]))
+                if leaf["name"] in from_first
+                else (_memory(value), (sources, new))
+                for leaf, value in zip(leaves, values, strict=True)
+                if isinstance(value, (Tensor, np.ndarray))
             ]
-            size_bytes += _exchange(group, sources, is_whole, tensors)
+            tensors = [tensor for tensor, _ in moved]
+            size_bytes += _exchange(group, moved)
         _compare(group, first, tensors)
         if not is_whole[rank]:
             healed = pytree.tree_unflatten(values, pytree.treespec_loads(spec))
@@ -140,8 +161,29 @@ def _leaves(states: Mapping[str, Stateful]) -> tuple[dict[str, Any], dict[str, A
 
 
 def _memory(value: Any) -> Tensor:
-    """Return a tensor, or the memory of an array as one."""
-    return torch.from_numpy(value) if isinstance(value, np.ndarray) else value.detach()
+    """Return a tensor, this rank's part of one, or the memory of an array as one."""
+    if isinstance(value, np.ndarray):
+        return torch.from_numpy(value)
+    return local_tensor(value.detach())
+
+
+def _part_of(value: Any) -> str:
+    """Return which part of which shape this rank has of a DTensor, empty if it has all of it."""
+    mesh = getattr(value, "device_mesh", None)
+    if mesh is None:
+        return ""
+    return f"{value.placements} of {[*value.shape]} on {[*mesh.shape]} {mesh.mesh_dim_names}"
+
+
+def _fields(value: Tensor | np.ndarray[Any, Any]) -> dict[str, Any]:
+    """Return what is equal where the same bytes are an equal value."""
+    memory = _memory(value)
+    return {
+        "dtype": str(memory.dtype).removeprefix("torch."),
+        "shape": [*memory.shape],
+        "part_of": _part_of(value),
+        "is_array": isinstance(value, np.ndarray),
+    }
 
 
 def _described(tree: Any, leaves: Mapping[str, Any]) -> bytes:
@@ -150,76 +192,73 @@ def _described(tree: Any, leaves: Mapping[str, Any]) -> bytes:
         one: dict[str, Any] = {"name": name}
         if isinstance(leaf, (Tensor, np.ndarray)):
             tensor = _memory(leaf)
-            if hasattr(tensor, "to_local"):
-                raise UnsupportedError(
-                    f"Elastic: state{name} is a {type(tensor).__name__}: replicas of several "
-                    "processes (FSDP, tensor parallelism) are not supported"
-                )
             if tensor.is_meta or tensor.layout != torch.strided:
                 raise ArgumentError(
                     f"Elastic: state{name} has no memory of its own ({tensor.device}, "
                     f"{tensor.layout}): make a dense tensor of it on a device"
                 )
-            one |= {
-                "dtype": str(tensor.dtype).removeprefix("torch."),
-                "shape": [*tensor.shape],
-                "device": tensor.device.type,
-                "is_array": isinstance(leaf, np.ndarray),
-            }
+            one |= {"device": tensor.device.type, **_fields(leaf)}
         elif leaf is None or isinstance(leaf, (bool, int, float, str)):
             one["value"] = leaf
         elif isinstance(leaf, torch.dtype):
             one["name_in_torch"] = str(leaf).removeprefix("torch.")
+        elif isinstance(leaf, Counter):  # of MultiStepLR
+            one["counts"] = [*leaf.items()]
         else:
             raise ArgumentError(
                 f"Elastic: state{name} is a {type(leaf).__name__}, which cannot be sent to a new "
                 "member; use tensors, numbers, strings, lists and dicts"
             )
         descriptions.append(one)
-    spec = pytree.treespec_dumps(pytree.tree_structure(tree))
+    try:
+        spec = pytree.treespec_dumps(pytree.tree_structure(tree))
+    except NotImplementedError as error:
+        raise ArgumentError(f"Elastic: a state cannot be sent to a new member: {error}") from error
     return json.dumps([spec, descriptions]).encode()
 
 
-def _restored(leaf: dict[str, Any], own: Any) -> Any:
-    """Return a value, or what its bytes are received into: ``own``, if it is like it."""
+def _restored(leaf: dict[str, Any], own: Any, like: Mapping[str, Any]) -> Any:
+    """Return a value, or what its bytes are received into: ``own``, if it is like it.
+
+    Args:
+        like: a DTensor of this rank for each kind of part that it has.
+    """
     if "name_in_torch" in leaf:
         return getattr(torch, leaf["name_in_torch"])
+    if "counts" in leaf:
+        return Counter(dict(leaf["counts"]))
     if "dtype" not in leaf:
         return leaf["value"]
-    dtype = getattr(torch, leaf["dtype"])
-    if isinstance(own, (Tensor, np.ndarray)) and isinstance(own, np.ndarray) == leaf["is_array"]:
-        here = _memory(own)
-        if here.dtype == dtype and [*here.shape] == leaf["shape"]:
-            return own
+    if isinstance(own, (Tensor, np.ndarray)) and leaf | _fields(own) == leaf:
+        return own
+    dtype, part = getattr(torch, leaf["dtype"]), leaf["part_of"]
+    if part in like:
+        return torch.empty_like(like[part], dtype=dtype)
+    if part:
+        raise UnsupportedError(
+            f"Elastic: state{leaf['name']} is the part {part}, and nothing here is: shard the "
+            "model of a new replica as that of the others"
+        )
     tensor = torch.empty(leaf["shape"], dtype=dtype, device=leaf["device"])
     return tensor.numpy() if leaf["is_array"] else tensor
 
 
-def _broadcast(group: Any, data: bytes, root: int) -> bytes:
-    size = torch.tensor([len(data)])
-    group.broadcast([size], root).wait()
-    text = torch.zeros(int(size), dtype=torch.uint8)
-    if data:
-        text = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    group.broadcast([text], root).wait()
-    return text.numpy().tobytes()
-
-
 def _exchange(
-    group: Any, sources: Sequence[int], is_whole: Sequence[bool], tensors: Sequence[Tensor]
+    group: Any, moved: Iterable[tuple[Tensor, tuple[Sequence[int], Sequence[int]]]]
 ) -> int:
+    """Move each tensor from its sources, which share the work, to its targets."""
     rank, works, copies, piece, size_bytes = group.rank(), [], [], 0, 0
-    for tensor in tensors:
+    for tensor, (sources, targets) in moved:
         memory = tensor.contiguous()
-        copies.append((tensor, memory))
+        if rank in targets:
+            copies.append((tensor, memory))
         data = memory.view(-1).view(torch.uint8)
         for part in torch.split(data, _PIECE_BYTES) if data.numel() else ():
             source = sources[piece % len(sources)]
             piece += 1
             if rank == source:
-                targets = (target for target, whole in enumerate(is_whole) if not whole)
                 works += [group.send([part], target, 0) for target in targets]
-            elif not is_whole[rank]:
+            elif rank in targets:
                 works.append(group.recv([part], source, 0))
                 size_bytes += part.numel()
     logged_s = time.monotonic()
@@ -229,7 +268,7 @@ def _exchange(
             logged_s = time.monotonic()
             _logger.info("rank %d has moved %.0f%% of the state", rank, 100 * done / len(works))
     for tensor, memory in copies:
-        if memory.data_ptr() != tensor.data_ptr() and not is_whole[rank]:
+        if memory.data_ptr() != tensor.data_ptr():
             tensor.copy_(memory)
     return size_bytes
 

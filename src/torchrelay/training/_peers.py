@@ -23,7 +23,7 @@ import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Iterable
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import Any
 
 from torchrelay._addresses import listen_at
@@ -33,10 +33,11 @@ from torchrelay._processes import closed_in_children
 __all__ = ["Peers", "join", "resolved", "split"]
 
 _logger = logging.getLogger("torchrelay.training")
-_VERSION = 1
+_VERSION = 2
 _PUBLIC = b"torchrelay elastic"  # the key of what anyone may know
 _REDIAL_S, _MOST_REDIAL_S = 0.05, 2.0
 _HANDSHAKE_S = 10.0
+_CANCEL_S = 0.05  # after which a task that does not end is cancelled again
 _MOST_INCOMING = 1024
 _BROKEN = (
     OSError,
@@ -51,6 +52,8 @@ _BROKEN = (
 
 def split(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
+    if not 0 <= int(port) < 1 << 16:
+        raise ValueError(f"{port} is not a port")
     return host.strip("[]"), int(port)
 
 
@@ -156,16 +159,17 @@ class Peers:
         self._main = self._loop.create_task(self._serve())
         with suppress(asyncio.CancelledError):
             self._loop.run_until_complete(self._main)
-        tasks = asyncio.all_tasks(self._loop)
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            self._loop.run_until_complete(asyncio.wait(tasks))
+        while tasks := asyncio.all_tasks(self._loop):
+            for task in tasks:
+                task.cancel()  # again where it was lost, as in _keep_publishing
+            self._loop.run_until_complete(asyncio.wait(tasks, timeout=_CANCEL_S))
         self._loop.close()
         self._listener.close()
 
     async def _serve(self) -> None:
-        async with await asyncio.start_server(self._answer, sock=self._listener):
+        # Not `async with`: from Python 3.12 on, its end waits for the connections, which end later.
+        server = await asyncio.start_server(self._answer, sock=self._listener)
+        with closing(server):
             while True:
                 await asyncio.sleep(self._ask_after_s / 2)
                 since_s = self.waits_since_s

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,7 +49,14 @@ class ElasticLoader:
         self.epoch, self.position = 0, 0
         self._options = options
         self._running: tuple[Any, Iterator[Any]] | None = None
+        self._last: Callable[[], Step | None] = lambda: None
         self._order: tuple[int, list[int]] = -1, []
+
+    @property
+    def about(self) -> str:
+        """What must be equal on all members."""
+        order = "shuffled" if self.shuffle else "in order"
+        return f"{len(self.dataset)} samples in batches of {self.batch_size}, {order}"
 
     def state_dict(self) -> dict[str, int]:
         return {"epoch": self.epoch, "position": self.position, "seed": self.seed}
@@ -60,10 +68,20 @@ class ElasticLoader:
     def take(self, step: Step) -> Any:
         """Return this member's part of the batch of ``step``; None if it has no sample of it. The
         position advances if the step commits.
+
+        Raises:
+            ArgumentError: it has already been called in this step, or the step's block has ended.
         """
+        if self._last() is step:
+            raise ArgumentError(
+                "ElasticLoader.take: this step has its batch; to accumulate the gradients of "
+                "several, make batch_size larger and split what take returns"
+            )
+        self._last = weakref.ref(step)
         rank, size = step.rank, step.size
         at = self.epoch, self.position, rank, size
         if self._running is None or self._running[0] != at:
+            self._running = None  # workers that are forked must not have the former ones
             parts: Any = self._parts(*at)
             loader = DataLoader(self.dataset, batch_sampler=parts, **self._options)
             self._running = at, iter(loader)
@@ -76,9 +94,9 @@ class ElasticLoader:
             self.epoch, self.position = following
             self._running = (*following, rank, size), batches
 
+        step.on_commit(advance)
         batch = next(batches) if part else None
         self._running = None  # what was taken is taken again if the step does not commit
-        step.on_commit(advance)
         step.samples = len(part)
         return batch
 

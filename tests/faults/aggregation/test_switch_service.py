@@ -20,6 +20,7 @@ import pytest
 import torch
 
 import namespaces
+import preloaded
 from ranks import free_port
 from switch_ports import within
 from torchrelay.aggregation.switch import (
@@ -297,7 +298,7 @@ with SwitchClient({server.address!r}, 1, 2, 5) as client:
 """
     with SwitchClient(server.address, 0, 2, 5) as client:
         with subprocess.Popen(
-            [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True
+            [preloaded.python(), "-c", code], stdout=subprocess.PIPE, text=True
         ) as other:
             client.all_reduce(torch.ones(1000), timeout_s=100)
             assert other.stdout is not None
@@ -324,7 +325,7 @@ print("ready", flush=True)
 client.all_reduce(torch.ones(1000), timeout_s=1000)
 """
     with subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [preloaded.python(), "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
         try:
             assert process.stdout is not None

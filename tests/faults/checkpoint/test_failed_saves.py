@@ -145,10 +145,13 @@ def test_a_save_that_cannot_be_staged(
     failure = _FAILURES[name]
     assert failure.code is not None
     async_save(_state(0), tmp_path / "step-0").result(60)
-    for call, file in (("open", ".step-1"), ("pwrite", ".step-1"), ("mkdir", ".step-1")):
+    calls = ["open", "pwrite"]
+    if sys.version_info >= (3, 11):  # before, pathlib keeps the function
+        calls.append("mkdir")
+    for call in calls:
         with monkeypatch.context() as patch:
             patch.setattr(os, call, getattr(os, call))  # restored at the end
-            fail_in(call, file, failure.code)
+            fail_in(call, ".step-1", failure.code)
             with pytest.raises(failure.error, match=failure.message):
                 async_save(_state(1), tmp_path / "step-1", keep=1)
         _check(latest(tmp_path), 0)

@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -27,6 +28,7 @@ from torchrelay.checkpoint.engine._written import assemble
 from torchrelay.checkpoint.format._manifest import Head
 from torchrelay.checkpoint.memory._folder import SCHEME
 from torchrelay.checkpoint.memory._part import manifest_of
+from torchrelay.checkpoint.memory._server import _POLL_S
 from torchrelay.checkpoint.memory._socket import SOCKET, MemoryClient, folder_of, job_of
 from torchrelay.cli import app
 from torchrelay.errors import (
@@ -214,6 +216,25 @@ def test_memory_ends_some_time_after_its_trainers(
 def test_memory_ends_when_it_is_dropped(job: Checkpointer, path: str) -> None:
     _saved(job, 1)
     job.close(drop=True)
+    eventually(lambda: not os.path.exists(folder_of(job_of(path))))
+
+
+def test_nothing_is_started_again_to_close_what_is_dropped(opened: Opened, path: str) -> None:
+    with opened() as job:
+        _saved(job, 1)
+        job.close(drop=True)
+    eventually(lambda: not os.path.exists(folder_of(job_of(path))))
+    opened().close()
+    assert not os.path.exists(folder_of(job_of(path)))
+
+
+def test_a_server_does_not_end_before_a_client_that_may_join(job: Checkpointer, path: str) -> None:
+    _saved(job, 1)
+    with closing(MemoryClient(job_of(path))) as client:
+        job.close(drop=True)
+        eventually(lambda: client.ask("status")["trainers"] == 0)
+        time.sleep(2 * _POLL_S)
+        client.ask("status")
     eventually(lambda: not os.path.exists(folder_of(job_of(path))))
 
 
@@ -405,6 +426,13 @@ def test_the_command(opened: Opened, path: str, monkeypatch: pytest.MonkeyPatch)
     _saved(job, 9, 10)
     listed = run("memory", "ls")
     assert all(part in listed for part in (f"{url}/step-9", f"{url}/step-10", "1 trainers"))
+    (found,) = json.loads(run("memory", "ls", "--json"))
+    assert (found["url"], found["state"], found["trainers"]) == (url, "running", 1)
+    assert found["seconds_left"] > 0
+    steps = sorted(found["checkpoints"], key=lambda one: len(one["url"]))
+    assert [one["url"] for one in steps] == [f"{url}/step-9", f"{url}/step-10"]
+    assert all(one["parts"] == 1 and one["missing"] == 0 for one in steps)
+    assert 0 < sum(one["size_bytes"] for one in steps) <= found["used_bytes"]
     assert run("verify", f"{url}/step-9") == f"{url}/step-9: whole\n"
     assert all(name in run("ls", url) for name in ("step-9", "step-10"))
     assert "5000" in run("inspect", f"{url}/step-10")
@@ -415,6 +443,10 @@ def test_the_command(opened: Opened, path: str, monkeypatch: pytest.MonkeyPatch)
     assert "trainers of this job run" in run("memory", "drop", path)
     job.close()
     assert "0 trainers" in run("memory", "ls")
+    monkeypatch.setenv("COLUMNS", "60")
+    first = [line.split("│")[1].strip() for line in run("memory", "ls").splitlines() if "│" in line]
+    assert f"{url}/step-10" in "".join(first)
+    monkeypatch.setenv("COLUMNS", "160")
     assert run("memory", "drop", url) == f"{url}: dropped\n"
     eventually(lambda: not os.path.exists(folder_of(job_of(path))))
     killed = opened()
@@ -422,7 +454,7 @@ def test_the_command(opened: Opened, path: str, monkeypatch: pytest.MonkeyPatch)
     os.kill(server_pid(killed.path), signal.SIGKILL)
     eventually(lambda: not _answers(path))
     assert "was killed" in run("memory", "ls")
-    assert job_of(path) not in run("memory", "ls")
+    assert run("memory", "ls", "--json") == "[]\n"
 
 
 def test_what_was_staged_a_moment_ago_is_found(job: Checkpointer, path: str) -> None:

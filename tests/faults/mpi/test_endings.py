@@ -105,6 +105,7 @@ except MismatchError as error:
     for text in {named}:
         assert text in str(error), error
     say("refused")
+    end_together()
     raise
 """
     job = run_script(library, tmp_path, body, size=2, timeout_s="50")
@@ -131,11 +132,13 @@ def test_message_of_another_length(library: str, tmp_path: Path, name: str) -> N
                 comm.Recv(torch.empty(1), 1, 99)
             except MismatchError:
                 say("was told")
+                end_together()
                 raise
         try:
             {RECEIVES[name]}
         except MismatchError as error:
             say("refused")
+            end_together()
             raise
     """
     job = run_script(library, tmp_path, body, size=2, timeout_s="30")

@@ -141,6 +141,7 @@ def test_messages_that_do_not_fit_raise_on_both_sides_in_debug_mode(run: Run) ->
                 comm.Recv(torch.empty(3, dtype=torch.float64), 0, tag=5)
         except MismatchError as error:
             say("refused: " + str(error))
+            end_together()
             raise
         """,
         size=2,

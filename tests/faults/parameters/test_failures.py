@@ -8,7 +8,6 @@ import gc
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import preloaded
 from torchrelay.checkpoint import load, save
 from torchrelay.errors import MismatchError, PeerLostError, UnavailableError
 from torchrelay.parameters import Embedding, Table, optim
@@ -270,7 +270,7 @@ def test_a_forked_child_that_ends_leaves_the_table_of_its_parent_alone() -> None
         assert table.clock == 1 and not table._server.store.dead_workers()
         table.close()
     """
-    ended = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, check=False
-    )
+    environ = preloaded.environment(PYTHONWARNINGS="ignore")
+    command = [preloaded.python(), "-c", script]
+    ended = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr

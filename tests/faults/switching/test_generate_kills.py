@@ -28,7 +28,7 @@ def switcher() -> Iterator[Switcher]:
     with ModelStore() as store:
         alone = GenerateOptions(max_batch_size=1)
         store.add("one", models.build, seed=1, generate=alone)
-        store.add("two", models.build, kwargs={"kind": "mamba"}, seed=2, generate=alone)
+        store.add("two", models.build, kwargs={"kind": "bamba"}, seed=2, generate=alone)
         store.add("faulty", models.build_faulty, generate=GenerateOptions(max_batch_size=4))
         with Switcher(
             store,
@@ -53,7 +53,7 @@ def kill(switcher: Switcher) -> None:
 def test_sequences_go_on_in_another_worker_with_the_same_bits(switcher: Switcher) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as the workers have
-    seeds = {"one": ("llama", 1), "two": ("mamba", 2)}
+    seeds = {"one": ("llama", 1), "two": ("bamba", 2)}
     prompts = {name: models.prompt_of(seed, 30) for name, (_, seed) in seeds.items()}
     expected = {
         name: models.continuation(kind, seed, prompts[name], COUNT)

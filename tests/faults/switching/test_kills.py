@@ -315,7 +315,7 @@ def test_a_factory_that_hangs_ends_alone(store: ModelStore) -> None:
         inputs = {"x": (torch.float32, (-1, 8)), "seconds": (torch.float32, ())}
         store.add("hanging", models.hanging, kwargs={"builder": os.getpid()}, inputs=inputs)
         try:
-            with pytest.raises(OperationTimeoutError, match=r"was not ready after 0\.1 s"):
+            with pytest.raises(OperationTimeoutError, match=r"not done after 0\.1 s"):
                 made.load("hanging", timeout_s=0.1)
             eventually(lambda: bool(pids(made, "loading")))
             assert made.infer("slow", slow_inputs(0.0))["output"].shape == (1, 8)

@@ -22,7 +22,7 @@ from torch import nn
 import namespaces
 import torchrelay
 from ranks import free_port
-from torchrelay.errors import MismatchError, OperationTimeoutError
+from torchrelay.errors import ArgumentError, MismatchError, OperationTimeoutError
 from torchrelay.training import Elastic, ElasticLoader, Step
 from torchrelay.world import World
 from waiting import eventually
@@ -37,7 +37,13 @@ class Job:
     """A member's part of a job, and a folder in which all note what they commit."""
 
     def __init__(
-        self, rank: int, folder: str, addresses: list[str], width: int = 4, **settings: Any
+        self,
+        rank: int,
+        folder: str,
+        addresses: list[str],
+        width: int = 4,
+        batch: int = BATCH,
+        **settings: Any,
     ) -> None:
         self.rank, self.folder = rank, Path(folder)
         torch.manual_seed(100 + rank)
@@ -50,7 +56,7 @@ class Job:
         self.data = torch.utils.data.TensorDataset(
             torch.arange(SAMPLES), torch.randn(SAMPLES, 4, generator=generator)
         )
-        self.loader = ElasticLoader(self.data, BATCH)
+        self.loader = ElasticLoader(self.data, batch)
         chosen: dict[str, Any] = {"address": addresses[rank], "peers": ",".join(addresses)}
         self.elastic = Elastic(
             {
@@ -210,6 +216,7 @@ def _join(world: World, folder: str, addresses: list[str]) -> str:
         eventually(go.exists)
         for wrong, message in (
             ({"width": 5}, "the model is 4 tensors"),
+            ({"batch": 6}, "loader: 40 samples in batches of 6, shuffled; optimizer: AdamW"),
             ({"token": "of another job"}, "the token or key of its job"),
             ({"min_size": 3}, "min_size is 3 there"),
         ):
@@ -237,6 +244,91 @@ def test_one_that_is_late_has_all_states_and_wrong_ones_are_refused(
     results = run_processes(_join, 3, folder=str(tmp_path), addresses=addresses)
     assert all(result.ok for result in results), [result.error for result in results]
     assert len({result.value for result in results}) == 1
+
+
+def _raise_in_steps(world: World, folder: str, addresses: list[str]) -> Any:
+    """Rank 1 raises in the block or, as Ctrl-C does, in the vote, and takes further steps."""
+    job = Job(world.rank, folder, addresses[: world.size])
+    eventually(lambda: (job.step(), job.elastic.group.size() == world.size)[1])
+    start, raised = job.elastic.version, []
+
+    def take(during: Callable[[], None]) -> None:
+        with job.elastic.step() as step:
+            job.loader.take(step)
+            step.reduce(job.model)
+            during()
+
+    def fail() -> None:
+        raise IndexError("a bad batch")
+
+    def interrupt() -> None:
+        def collective(call: Any) -> None:
+            call(job.elastic.group).wait()
+            raise KeyboardInterrupt
+
+        job.elastic._agreement.collective = collective  # type: ignore[method-assign]
+
+    for after, during in ((3, fail), (6, interrupt)):
+        while job.elastic.version < start + after:
+            job.step()
+        if world.rank == 1:
+            version = job.elastic.version
+            with pytest.raises((IndexError, KeyboardInterrupt)):
+                take(during)
+            raised.append(job.elastic.version - version)
+            job.elastic._agreement.__dict__.pop("collective", None)
+    return job.finish(), raised, job.elastic.group.size()
+
+
+def test_one_that_raises_in_a_step_can_take_the_next(
+    run_processes: RunProcesses, tmp_path: Path, addresses: list[str]
+) -> None:
+    results = run_processes(_raise_in_steps, 2, folder=str(tmp_path), addresses=addresses)
+    assert all(result.ok for result in results), [result.error for result in results]
+    (first, none, size), (second, raised, _) = (result.value for result in results)
+    assert (first, size, none, raised) == (second, 2, [], [0, 0])
+
+
+def _normalise(world: World, folder: str, addresses: list[str]) -> Any:
+    """Rank 2 comes late, to members whose batches differ. Returns the statistics of all."""
+    go, members = Path(folder, "go"), addresses[: world.size]
+    if world.rank == 2:
+        eventually(go.exists)
+    torch.manual_seed(world.rank)
+    model: Any = nn.BatchNorm1d(3)
+    model.register_buffer("own", torch.full((3,), float(world.rank)))
+    taken, means = torch.zeros(3), list[Any]()
+    settings: dict[str, Any] = {"address": addresses[world.rank], "peers": ",".join(members)}
+    with Elastic({"model": model}, timeout_s=20.0, **settings) as elastic:
+        while elastic.group.size() < 3 or len(means) < 5:
+            former = model.running_mean.clone()
+            with elastic.step() as step:
+                x = torch.randn(4, 3)
+                model(x)
+                if step.size == 3:
+                    taken = x.mean(0)
+                step.reduce(model)
+            if step.size == 2 and elastic.version > 4:
+                go.touch()
+            if step.size == 3:
+                means.append((former.tolist(), taken.tolist(), model.running_mean.tolist()))
+        with pytest.raises(ArgumentError, match="belong into the block"):
+            step.reduce(model)
+        state = {name: value.tolist() for name, value in model.state_dict().items()}
+        return means[:5], state
+
+
+def test_statistics_of_normalisation_are_averaged_and_other_buffers_heal(
+    run_processes: RunProcesses, tmp_path: Path, addresses: list[str]
+) -> None:
+    results = run_processes(_normalise, 3, folder=str(tmp_path), addresses=addresses)
+    assert all(result.ok for result in results), [result.error for result in results]
+    every = [result.value for result in results]
+    assert every[0][1] == every[1][1] == every[2][1]
+    for step in range(5):
+        former, _, after = (torch.tensor(one) for one in every[0][0][step])
+        taken = torch.stack([torch.tensor(means[step][1]) for means, _ in every]).mean(0)
+        torch.testing.assert_close(after, 0.9 * former + 0.1 * taken)
 
 
 def _be_cut(world: World, folder: str, hosts: Any, tie_breaker: str) -> tuple[str, str]:

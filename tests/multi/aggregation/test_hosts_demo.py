@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+import preloaded
 from facts import write_facts
 from ranks import free_port
 from torchrelay.aggregation.switch import SwitchServer, UdpDataPlane
@@ -19,7 +19,7 @@ from torchrelay.demo.options import DemoOptions
 
 def start(options: DemoOptions, switch: str) -> list[subprocess.Popen[str]]:
     """One process on each of two hosts."""
-    command = [sys.executable, "-m", "torchrelay.demo.worker", options.to_json()]
+    command = [preloaded.python(), "-m", "torchrelay.demo.worker", options.to_json()]
     environ = {
         **os.environ,
         "WORLD_SIZE": "2",

@@ -43,6 +43,10 @@ def test_views_subgroups_and_modes(world: World) -> None:
             all_reduce_(mine, own)
             all_reduce_(mine, dist.group.WORLD)
             assert torch.equal(mine, like_view(GRID * 3, view)), name
+        conjugate = torch.full((3,), 1 + 2j).conj()
+        assert all_reduce_(conjugate).eq(2 - 4j).all()
+        assert all_reduce_(conjugate.imag).eq(-8).all()  # whose negative is in memory
+        assert conjugate.eq(2 - 8j).all()
         with torch.profiler.profile() as profile:
             assert all_reduce_(torch.ones(3)).eq(2).all()
         assert "torchrelay::all_reduce_" in {event.name for event in profile.events() or ()}

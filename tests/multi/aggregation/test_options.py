@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ranks import python
 from torchrelay import aggregation
 from torchrelay.errors import ConfigError
 from torchrelay.world import World
@@ -137,16 +135,7 @@ print("switched")
 def test_a_script_of_the_original_runs_unchanged(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, "-m", "torchrelay.compat", str(script)],
-        cwd=tmp_path,
-        env=environ,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("switched") == 2
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    with python(*launcher, "-m", "torchrelay.compat", str(script)) as job:
+        output, _ = job.communicate(timeout=300)
+    assert job.returncode == 0 and output.count("switched") == 2, output

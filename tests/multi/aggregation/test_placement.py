@@ -6,11 +6,11 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+import preloaded
 from ranks import free_port
 
 # The ranks import torch: minutes where many others run.
@@ -94,7 +94,7 @@ def test_ranks_in_two_namespaces_are_on_two_hosts(unshare: list[str], tmp_path: 
             "MASTER_PORT": str(port),
             "PYTHONWARNINGS": "error::UserWarning:torchrelay",
         }
-        command = [*(unshare if rank == size - 1 else []), sys.executable, str(script)]
+        command = [*(unshare if rank == size - 1 else []), preloaded.python(), str(script)]
         processes.append(
             subprocess.Popen(
                 command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +19,6 @@ from memory_jobs import (
     check,
     die,
     dying,
-    end_servers,
     job_state,
     open_job,
     server_pid,
@@ -30,21 +29,6 @@ from waiting import eventually
 
 if TYPE_CHECKING:
     from ranks import RunProcesses
-
-
-@pytest.fixture
-def environ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
-    """The variables of jobs, whose memory servers have sockets in a folder; none is left there."""
-    folder = tmp_path / "tmp"
-    folder.mkdir()
-    monkeypatch.setenv("TMPDIR", str(folder))
-    yield {"TMPDIR": str(folder), "TORCHRELAY_TRANSPORT_PEER_TIMEOUT_S": "2"}
-    end_servers()
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> str:
-    return str(tmp_path / "ckpt")
 
 
 def _run(

@@ -138,18 +138,15 @@ def check_page(path: Path) -> None:
         assert found is not None and int(found[1]) <= width and int(found[2]) > 500, shown.stdout
 
 
-def test_one_process_says_the_same_twice(sums: Path) -> None:
-    first, second = (run_demo(sums, "--nproc", "1", "--no-serve") for _ in range(2))
-    found = figures(first.stdout)
-    assert found
-    assert [line for line in second.stdout.splitlines() if line.startswith("epoch")] == [
-        line for line in first.stdout.splitlines() if line.startswith("epoch")
-    ]
-    assert figures(second.stdout) == found
-
-
-def test_one_process_runs_the_same_code(sums: Path) -> None:
-    result = run_demo(sums, "--nproc", "1", "--no-serve")
-    assert result.returncode == 0, result.stderr
-    assert "save a checkpoint" in result.stdout and "serve" not in result.stdout
-    assert figures(result.stdout)["test"][1] > 0.9
+def test_one_process_runs_the_same_code_and_says_the_same_twice(sums: Path) -> None:
+    results = [run_demo(sums, "--nproc", "1", "--no-serve") for _ in range(2)]
+    for result in results:
+        assert result.returncode == 0, result.stderr
+        assert "save a checkpoint" in result.stdout and "serve" not in result.stdout
+        assert figures(result.stdout)["test"][1] > 0.9
+    first, second = (
+        [line for line in result.stdout.splitlines() if line.startswith("epoch")]
+        for result in results
+    )
+    assert first and first == second
+    assert figures(results[0].stdout) == figures(results[1].stdout)

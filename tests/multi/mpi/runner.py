@@ -236,6 +236,10 @@ def tell(what):
 def wait_until_told(what):
     while not os.path.exists(f"{sys.argv[0]}.{what}"):
         time.sleep(0.05)
+
+def end_together():  # of two ranks: mpirun kills the other when the first fails
+    tell(comm.rank)
+    wait_until_told(1 - comm.rank)
 """
 
 
@@ -366,8 +370,8 @@ def run_in_group(world: Any, folder: str, backend: str) -> None:
 def run_in_threads(world: Any, folder: str, size: int) -> None:
     """Run the tests as ranks that are threads."""
     modules = _prepare(folder, __name__)
+    from multi.mpi.thread_transport import run_ranks
     from multi.mpi.threads import prepare_threads, start_rank
-    from torchrelay.mpi._threads import run_ranks
 
     def run_rank(comm: Any) -> None:
         start_rank(comm)
@@ -404,6 +408,7 @@ def _prepare(folder: str, me: str) -> dict[str, ModuleType]:
     warnings.simplefilter("error")
     # torch's own use of it.
     warnings.filterwarnings("ignore", "`torch.jit.script")
+    warnings.filterwarnings("ignore", "Guards may run slower")  # Python 3.13.0
     # torch.compile's own look.
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
     import torch

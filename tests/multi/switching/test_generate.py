@@ -21,7 +21,7 @@ from waiting import eventually
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.timeout(400)
 
-NAMES = {"llama": 0, "gpt2": 1, "gemma2": 2, "falcon_h1": 3}  # and their seeds
+NAMES = {"llama": 0, "gpt2": 1, "gemma2": 2, "falcon_h1": 3, "bamba": 4}  # and their seeds
 COUNT = 40
 
 

@@ -180,6 +180,8 @@ def test_a_text_ends_before_a_stop_string(client: Any, reference: Callable[..., 
     asked = {"model": "llama", "prompt": PROMPT, "stop": ["not there", stop], **greedy()}
     (choice,) = client.completions.create(**asked).choices
     assert (choice.text, choice.finish_reason) == (whole[: whole.index(stop)], "stop")
+    made = client.completions.create(**asked, logprobs=0)
+    assert made.usage.completion_tokens == len(made.choices[0].logprobs.tokens)
     chunks = list(client.completions.create(**asked, stream=True))
     assert "".join(one.choices[0].text for one in chunks) == choice.text
     assert chunks[-1].choices[0].finish_reason == "stop"
@@ -191,6 +193,14 @@ def test_a_seed_gives_the_same_texts(client: Any) -> None:
     texts = [one.text for one in first.choices]
     assert texts == [one.text for one in again.choices] and len(set(texts)) == 3
     assert [one.index for one in first.choices] == [0, 1, 2]
+    least = client.completions.create(**{**asked, "temperature": 1e-300, "seed": 2**63 - 1})
+    (text,) = {one.text for one in least.choices}
+    assert (
+        text
+        == client.completions.create(model="llama", prompt=PROMPT, **greedy(20)).choices[0].text
+    )
+    unseeded = {**asked, "prompt": [PROMPT, PROMPT], "n": 1, "seed": None}
+    assert len({one.text for one in client.completions.create(**unseeded).choices}) == 2
     other = client.completions.create(**{**asked, "seed": 8})
     assert [one.text for one in other.choices] != texts
 
@@ -204,6 +214,10 @@ def test_several_prompts_have_texts_each(client: Any) -> None:
     assert [one.text for one in made.choices] == alone
     ids = client.completions.create(model="llama", prompt=[[5, 6, 7], [8]], **greedy(5))
     assert ids.usage.prompt_tokens == 4 and len(ids.choices) == 2
+    long = client.completions.create(
+        model="llama", prompt=[5] * 2046, extra_body={"ignore_eos": True, "min_tokens": 2}
+    )
+    assert long.usage.completion_tokens == 2  # as many as fit
 
 
 def test_log_probabilities_are_those_of_the_tokens(client: Any) -> None:
@@ -304,6 +318,7 @@ CHAT, TEXT, EMBED = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
         (TEXT, {"temperature": -1}, 400, "temperature=-1"),
         (TEXT, {"priority": 1001}, 400, "priority=1001: it must be an integer from -1000"),
         (TEXT, {"repetition_penalty": 1.1}, 400, "repetition_penalty is not supported"),
+        (TEXT, {"min_tokens": 5, "stop": "x", "ignore_eos": True}, 400, "min_tokens is not supp"),
         (TEXT, {"stream_options": {}}, 400, "stream_options without stream is not"),
         (TEXT, {"prompt": [{}]}, 400, "prompt must be a text"),
         (TEXT, {"prompt": []}, 400, "prompt must be a text"),

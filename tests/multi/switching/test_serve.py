@@ -7,7 +7,6 @@ import math
 import os
 import signal
 import subprocess
-import sys
 import threading
 import urllib.error
 import urllib.request
@@ -19,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+import preloaded
 import switching_models as models
 from serving import Server, X, get, post, value
 from torchrelay.errors import (
@@ -452,7 +452,7 @@ def test_errors_name_the_model(url: str) -> None:
 
 
 def test_the_command_is_a_module() -> None:
-    command = [sys.executable, "-m", "torchrelay", "serve", "--help"]
+    command = [preloaded.python(), "-m", "torchrelay", "serve", "--help"]
     assert (
         "models file" in subprocess.run(command, capture_output=True, text=True, check=True).stdout
     )

@@ -6,7 +6,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -97,7 +96,7 @@ def test_a_port_in_use_is_refused_before_models_are_built(tmp_path: Path) -> Non
         port = taken.getsockname()[1]
         file.write_text(FILE.format(grace_s=1.0).replace("port = 0", f"port = {port}"))
         ended = subprocess.run(
-            [sys.executable, "-c", "from torchrelay.cli import main; main()", "serve", str(file)],
+            [preloaded.python(), "-m", "torchrelay", "serve", str(file)],
             capture_output=True,
             text=True,
             check=False,

@@ -29,6 +29,7 @@ from torchrelay.errors import (
     NotFoundError,
     OperationTimeoutError,
     OverloadedError,
+    PeerLostError,
     StorageError,
     UnavailableError,
 )
@@ -276,6 +277,10 @@ def test_a_model_that_fails_gets_its_own_error_and_harms_nobody(switcher: Switch
         call(4)
     with pytest.raises(ModelError, match="returned str without a tensor"):
         call(5)
+    with pytest.raises(ModelError, match=r"UnreadableError: \(its message cannot be read"):
+        call(11)
+    with pytest.raises(PeerLostError, match=r"^of the model's own$"):
+        call(12)
     assert call(0)["output"].shape == (1, 4)
     assert switcher.status()["worker_deaths"] == deaths
 

@@ -19,7 +19,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils import _pytree as pytree
 
 from ranks import free_port
-from torchrelay.errors import ArgumentError, UnsupportedError
+from torchrelay.errors import ArgumentError, ConfigError, UnavailableError, UnsupportedError
 from torchrelay.training import AnyPrecisionAdamW, Elastic, _healing
 from torchrelay.world import World
 from waiting import eventually
@@ -87,6 +87,7 @@ def _states() -> tuple[dict[str, Any], Callable[[], None]]:
     adamw, sgd = optimizers["adamw"], optimizers["sgd"]
     schedulers: dict[str, Any] = {
         "cycle": torch.optim.lr_scheduler.OneCycleLR(adamw, 0.1, total_steps=100),
+        "milestones": torch.optim.lr_scheduler.MultiStepLR(optimizers["adagrad"], [2, 2, 3]),
         "sequence": torch.optim.lr_scheduler.SequentialLR(
             sgd,
             [
@@ -193,22 +194,75 @@ def test_all_kinds_of_state_heal(run_processes: RunProcesses, tmp_path: Path) ->
         assert [name for name in named if name.startswith(f"['{state}']")], state
 
 
+def _work(elastic: Elastic, model: nn.Module) -> int:
+    with elastic.step() as step:
+        step.reduce(model)
+    return step.size
+
+
+def _leave_one_of_two(world: World, addresses: list[str]) -> None:
+    """Take part in two jobs at once, and leave the first one."""
+    model = nn.Linear(2, 2)
+    first, second = (
+        Elastic({"model": model}, address=own[world.rank], peers=",".join(own))
+        for own in (addresses[:2], addresses[2:])
+    )
+    for elastic in (first, second):
+        eventually(lambda: _work(elastic, model) == 2)  # noqa: B023
+    first.close()
+    first.close()
+    with pytest.raises(UnavailableError, match="left the job by close"):
+        _work(first, model)
+    assert [_work(second, model) for _ in range(3)] == [2] * 3
+    second.close()
+    assert not dist.is_initialized()
+
+
+def test_a_process_is_a_member_of_two_jobs(run_processes: RunProcesses) -> None:
+    addresses = [f"127.0.0.1:{free_port()}" for _ in range(4)]
+    results = run_processes(_leave_one_of_two, 2, addresses=addresses)
+    assert all(result.ok for result in results), [result.error for result in results]
+
+
 def _refuse(world: World) -> None:
     store = world.connect(60.0)
     dist.init_process_group("sml", store=store, rank=world.rank, world_size=world.size)
     with pytest.raises(UnsupportedError, match="default process group of 2 ranks"):
         Elastic({"model": nn.Linear(2, 2)}, address="127.0.0.1:0")
     sharded: Any = fully_shard(nn.Linear(2, 2))
-    with pytest.raises(UnsupportedError, match=r"\['model'\]\['weight'\] is a DTensor"):
+    with pytest.raises(UnsupportedError, match="pass replica=GROUP"):
         Elastic({"model": sharded})
     parallel = DistributedDataParallel(nn.Linear(2, 2))
     with pytest.raises(ArgumentError, match="model is a DistributedDataParallel"):
         Elastic({"model": parallel})
 
 
-def test_replicas_of_several_processes_are_refused(run_processes: RunProcesses) -> None:
+def test_several_ranks_that_are_not_said_to_be_a_replica_are_refused(
+    run_processes: RunProcesses,
+) -> None:
     results = run_processes(_refuse, 2)
     assert all(result.ok for result in results), [result.error for result in results]
+
+
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        ("0.0.0.0:0", "no address at which others reach"),
+        ("[::]:0", "no address at which others reach"),
+        ("127.0.0.1:99999", "99999 is not a port"),
+        ("127.0.0.1", "use host:port"),
+    ],
+)
+def test_addresses_at_which_no_member_can_be_are_refused(
+    run_processes: RunProcesses, address: str, message: str
+) -> None:
+    results = run_processes(_listen, 1, address=address, message=message)
+    assert all(result.ok for result in results), [result.error for result in results]
+
+
+def _listen(world: World, address: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Elastic({"model": nn.Linear(2, 2)}, address=address, token="secret")
 
 
 def _wrap(world: World) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -167,3 +169,23 @@ def test_a_commit_reads_what_lies_beside_it_once(
     save({"step": 3}, tmp_path / "step-3", keep=2)
     assert sorted(read) == [str(tmp_path / f"step-{step}") for step in range(3)]
     assert sorted(os.listdir(tmp_path)) == ["step-2", "step-3"]
+
+
+def test_a_checkpoint_is_saved_and_loaded_while_the_interpreter_ends(tmp_path: Path) -> None:
+    # Where no thread can be started any more.
+    script = f"""
+import atexit, torch
+from torchrelay.checkpoint import load, save
+def at_exit():
+    for step in range(3):
+        state = {{str(i): torch.full((1 << 21,), step) for i in range(4)}}
+        save(state, f"{tmp_path}/step-{{step}}", fsync=False, keep=2)
+    load(state, {str(tmp_path)!r}, strict=True)
+    print(int(state["3"][0]))
+atexit.register(at_exit)
+"""
+    found = subprocess.run(
+        [sys.executable, "-c", script], check=False, capture_output=True, text=True
+    )
+    assert found.stdout == "2\n", found.stderr
+    assert sorted(os.listdir(tmp_path)) == ["step-1", "step-2"]

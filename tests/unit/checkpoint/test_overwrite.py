@@ -5,13 +5,16 @@ and nothing is read twice.
 from __future__ import annotations
 
 import re
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from torchrelay._boxes import Box
 from torchrelay.checkpoint import load, save
+from torchrelay.checkpoint.engine._read import ChunkReader, ReadOptions, segments_of
 from torchrelay.deferred import deferred_init
 from torchrelay.errors import CorruptionError
 
@@ -64,8 +67,32 @@ def test_damage_is_found_while_reading(key: str, place: float, tmp_path: Path) -
     assert all(torch.equal(value, state[name]) for name, value in others.items())
 
 
+def test_a_part_is_verified_with_the_whole_blocks_that_it_has_bytes_of(tmp_path: Path) -> None:
+    value = torch.arange(10_000_000.0).reshape(10_000, 1000)
+    save({"weight": value}, tmp_path / "x", fsync=False)
+    path, start = _place(tmp_path / "x", value)
+    first, last = 300, 9_500  # rows that begin and end within a block
+    target = torch.zeros(last - first, 1000)
+
+    def read() -> None:
+        with closing(ChunkReader.open(tmp_path / "x", ReadOptions())) as reader:
+            box = Box((first, 0), (last - first, 1000))
+            (segment,) = segments_of("weight", reader.manifest.tensors["weight"], box)
+            reader.fill([(segment, target)], verify=True)
+
+    before = _bytes_read()
+    read()
+    assert torch.equal(target, value[first:last])
+    assert _bytes_read() - before < target.nbytes + (3 << 20)
+    for at, is_read in ((1 << 20, True), (38_500_000, True), (39_000_000, False)):
+        _flip(path, start + at)
+        with pytest.raises(CorruptionError) if is_read else nullcontext():
+            read()
+        _flip(path, start + at)
+
+
 def test_what_is_read_in_parts_is_verified_too(tmp_path: Path) -> None:
-    """Slices, and tensors that are not contiguous, are verified before they are read."""
+    """Tensors that are not contiguous are verified before they are read."""
     value = torch.arange(3_000_000.0).reshape(3000, 1000)
     save({"weight": value}, tmp_path / "x", fsync=False)
     path, start = _place(tmp_path / "x", value)

@@ -9,15 +9,18 @@ import io
 import os
 import random
 import warnings
+from collections import OrderedDict, defaultdict
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 from torchrelay.checkpoint import load, save
+from torchrelay.checkpoint._tools import read_state
 from torchrelay.deferred import deferred_init
-from torchrelay.errors import MismatchError
+from torchrelay.errors import ArgumentError, MismatchError
 
 PROGRAMS = int(os.environ.get("TORCHRELAY_TEST_LOADS", "150"))
 
@@ -197,6 +200,29 @@ def test_a_module_is_loaded_as_by_torch(kind: Any, nested: bool, tmp_path: Path)
     assert _values(found) == _values(expected)
 
 
+class _Resized(torch.nn.Module):
+    """Takes the shape of what it is given, as observers of quantization do."""
+
+    scale: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(1))
+
+    def _load_from_state_dict(self, state: Any, prefix: str, *rest: Any) -> None:
+        self.scale.resize_(state[f"{prefix}scale"].shape)
+        super()._load_from_state_dict(state, prefix, *rest)
+
+
+def test_a_deferred_module_that_grows(tmp_path: Path) -> None:
+    saved: Any = torch.nn.Sequential(_Resized(), torch.nn.Linear(2, 2))
+    saved[0].scale = torch.arange(3.0)
+    save(saved, tmp_path / "c")
+    found: Any = deferred_init(lambda: torch.nn.Sequential(_Resized(), torch.nn.Linear(2, 2)))
+    load(found, tmp_path / "c")
+    assert _values(found) == _values(saved)
+
+
 @pytest.mark.parametrize("kind", [_Fused, _Renamed, _Reset], ids=lambda kind: kind.__name__)
 def test_a_deferred_module_with_code_of_its_own(kind: Any, tmp_path: Path) -> None:
     saved = torch.nn.Sequential(kind(), torch.nn.Linear(2, 2))
@@ -249,18 +275,27 @@ class _Holder:
         self.value.update(state)
 
 
-def _random_value(rng: random.Random, depth: int = 0) -> Any:
-    kind = rng.randrange(6 if depth < 3 else 3)
+class _Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+def _random_value(rng: random.Random, kinds: int = 9, depth: int = 0) -> Any:
+    kind = rng.randrange(kinds if depth < 3 else 3)
     if kind == 0:
         return torch.arange(rng.randrange(4), dtype=rng.choice([torch.int32, torch.float32])) + 1
     if kind < 3:
         return rng.choice([None, True, 3, 2.5, "text", b"bytes", (1, 2), [1, 2], float("inf")])
     if kind == 3:
-        return [_random_value(rng, depth + 1) for _ in range(rng.randrange(3))]
-    return {
-        name: _random_value(rng, depth + 1)
+        return [_random_value(rng, kinds, depth + 1) for _ in range(rng.randrange(3))]
+    if kind == 8:
+        return _Pair(_random_value(rng, kinds, depth + 1), _random_value(rng, kinds, depth + 1))
+    items = {
+        name: _random_value(rng, kinds, depth + 1)
         for name in rng.sample(["a", "b", 0, 1], rng.randrange(4))
     }
+    of: dict[int, Any] = {6: OrderedDict, 7: partial(defaultdict, list)}
+    return of.get(kind, dict)(items)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -271,15 +306,20 @@ def test_any_stateful_object_gets_what_was_saved(seed: int, tmp_path: Path) -> N
         names = rng.sample(["x", "y", "z", "w"], rng.randrange(1, 5))
         saved = {name: _random_value(rng) for name in names}
         fresh = {
-            name: _random_value(rng) for name in rng.sample(names, rng.randrange(len(names) + 1))
+            name: _random_value(rng, 6) for name in rng.sample(names, rng.randrange(len(names) + 1))
         }
         expected, before = str({k: saved[k] for k in sorted(saved)}), copy.deepcopy(fresh)
         holder = _Holder(fresh)
         path = tmp_path / str(program)
         save({"holder": _Holder(saved), "step": 1}, path, fsync=False)
         load({"holder": holder, "step": 0}, path)
-        found = str({k: holder.value[k] for k in sorted(holder.value)})
-        assert found == expected, (program, before)
+        for value in (holder.value, read_state(str(path))["holder"]):
+            assert str({k: value[k] for k in sorted(value)}) == expected, (program, before)
+
+
+def test_names_with_a_meaning_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match=r"^options\.\$container: the key has a meaning"):
+        save({"options": {"$container": "box"}}, tmp_path / "c")
 
 
 class _Refusing(torch.nn.Linear):

@@ -131,6 +131,16 @@ def test_one_name_of_a_tied_tensor_is_enough(kept: str, tmp_path: Path) -> None:
         load(apart, tmp_path / "c")
 
 
+def test_the_second_name_of_a_tensor_that_a_hook_may_rename_is_not_missing(tmp_path: Path) -> None:
+    source = _tied()
+    save({"0.weight": source[0].weight}, tmp_path / "c")
+    for model in (_tied(), deferred_init(_tied)):
+        model[0].register_load_state_dict_pre_hook(lambda *_: None)
+        assert load(model, tmp_path / "c") == ([], [])
+        assert torch.equal(model[1].weight, source[0].weight)
+        assert model[1].weight is model[0].weight
+
+
 def test_a_snapshot_of_a_tied_transformer(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(

@@ -15,7 +15,6 @@ import math
 import os
 import random
 import subprocess
-import sys
 import types
 import uuid
 import zoneinfo
@@ -31,6 +30,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+import preloaded
 from torchrelay.checkpoint import Reader, Writer, async_save, load, save
 from torchrelay.checkpoint._tools import read_state
 from torchrelay.checkpoint.format._values import MAX_VALUE_BYTES, decode, encode
@@ -499,7 +499,7 @@ else:
 """
     out = [
         subprocess.run(
-            [sys.executable, "-c", code, way],
+            [preloaded.python(), "-c", code, way],
             cwd=tmp_path,
             capture_output=True,
             text=True,

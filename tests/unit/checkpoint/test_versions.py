@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -97,8 +98,8 @@ def test_a_state_dict_gets_the_versions_of_what_it_is_filled_with(tmp_path: Path
 
 
 def test_versions_and_tuples_by_a_file_of_torch(saved: Any, expected: Any, tmp_path: Path) -> None:
-    pair = (torch.ones(1), (torch.zeros(1), 3))
-    torch.save({"model": saved.state_dict(), "pair": pair}, tmp_path / "file.pt")
+    values = [(torch.ones(1), (torch.zeros(1), 3)), OrderedDict(b=torch.ones(1), a=Counter("aab"))]
+    torch.save({"model": saved.state_dict(), "values": values}, tmp_path / "file.pt")
     convert(str(tmp_path / "file.pt"), str(tmp_path / "ours"), "torchrelay", 1 << 30)
     convert(str(tmp_path / "ours"), str(tmp_path / "again"), "torchrelay", 1 << 30)
     assert convert(str(tmp_path / "again"), str(tmp_path / "back.pt"), "torch", 1 << 30) == []
@@ -108,7 +109,8 @@ def test_versions_and_tuples_by_a_file_of_torch(saved: Any, expected: Any, tmp_p
     found = _model(_New)
     found.load_state_dict(back["model"])
     assert _bits(found) == expected
-    assert str(back["pair"]) == str(pair) == str(read_state(str(tmp_path / "ours"))["pair"])
+    ours = read_state(str(tmp_path / "ours"))
+    assert str(back["values"]) == str(values) == str(ours["values"])
     for to in ("dcp", "safetensors"):
         left_out = convert(str(tmp_path / "ours"), str(tmp_path / to), to, 1 << 30)
         assert not any("metadata" in key for key in left_out)

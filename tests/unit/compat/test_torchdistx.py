@@ -5,7 +5,8 @@ them.
 from __future__ import annotations
 
 import subprocess
-import sys
+
+import preloaded
 
 SCRIPT = """
 from torchrelay.compat import install
@@ -29,9 +30,8 @@ print(sorted(optimizer.state[param]))
 
 
 def test_a_script_that_imports_torchdistx() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=False
-    )
+    command = [preloaded.python(), "-c", SCRIPT]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "['compensation', 'exp_avg', 'exp_avg_sq', 'step']"
 

@@ -417,3 +417,37 @@ def test_conjugates(build: Callable[[torch.Tensor], torch.Tensor]) -> None:
         module.made.is_conj() == eager.made.is_conj()
         and module.made.is_neg() == eager.made.is_neg()
     )
+
+
+_OF_LAPACK: dict[str, Callable[[torch.Tensor], Any]] = {
+    "svd": lambda x: torch.linalg.svd(x).S,
+    "eigh": lambda x: torch.linalg.eigh(x).eigenvalues,
+    "qr": lambda x: torch.linalg.qr(x).Q,
+    "inv": torch.linalg.inv,
+    "orthogonal_": nn.init.orthogonal_,
+    # Of these, eager execution has the same bits where a gradient is required.
+    "svdvals": torch.linalg.svdvals,
+    "eigvalsh": torch.linalg.eigvalsh,
+    "matrix_norm": lambda x: torch.linalg.matrix_norm(x, ord=2),
+}
+
+
+@pytest.mark.parametrize("name", _OF_LAPACK)
+@pytest.mark.parametrize("layout", ["whole", "transposed", "part"])
+def test_results_of_lapack_are_those_of_eager_execution(name: str, layout: str) -> None:
+    needs_gradient = name in ("svdvals", "eigvalsh", "matrix_norm")
+
+    def build() -> nn.Module:
+        drawn = torch.randn(65, 80)[1:, 3:67]
+        x = {"whole": drawn.clone(), "transposed": drawn.t(), "part": drawn}[layout]
+        made = nn.Module()
+        found = _OF_LAPACK[name](x.requires_grad_() if needs_gradient else x)
+        made.register_buffer("found", found.detach())
+        return made
+
+    torch.manual_seed(3)
+    expected = build()
+    torch.manual_seed(3)
+    found = deferred_init(build)
+    materialize_module(found)
+    assert torch.equal(found.get_buffer("found"), expected.get_buffer("found"))

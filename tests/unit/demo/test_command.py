@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import preloaded
 from torchrelay.cli import main
 from torchrelay.demo.options import DemoOptions
 
@@ -57,14 +58,8 @@ def test_bad_data(tmp_path: Path, demo: Demo, train: str, test: str | None, sent
 
 
 def test_a_missing_folder_from_outside() -> None:
-    command = [
-        sys.executable,
-        "-c",
-        "from torchrelay.cli import main; main()",
-        "demo",
-        "--data",
-        "/nowhere",
-    ]
+    code = "from torchrelay.cli import main; main()"
+    command = [preloaded.python(), "-c", code, "demo", "--data", "/nowhere"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (result.returncode, result.stderr.count("\n")) == (2, 1)
     assert "/nowhere/train.txt is missing" in result.stderr

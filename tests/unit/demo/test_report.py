@@ -65,6 +65,7 @@ def test_the_page_has_everything_and_needs_nothing_else() -> None:
     report = Report(quiet=True)
     report.stage("a <stage>: with more", 2.0, "usual & known", 4.0)
     report.stage("all of it", 9.0)
+    report.print_stages()
     for epoch, loss in enumerate([4.0, 1.0, 2.0], 1):
         report.epoch(epoch, 3, loss)
     metrics = RankingMetrics(1200, 0.51234, (0.4, 0.5, 0.6))

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from multi.mpi.thread_transport import run_ranks
 from torchrelay import mpi
 from torchrelay.errors import TorchRelayError
 from torchrelay.mpi import CartCommunicator, Communicator
 from torchrelay.mpi._settings import changed
-from torchrelay.mpi._threads import run_ranks
 
 SIZE = 3
 with warnings.catch_warnings():

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from multi.mpi.thread_transport import run_ranks
 from multi.mpi.threads import prepare_threads
 from torchrelay import mpi
 from torchrelay.mpi import Communicator
 from torchrelay.mpi._settings import changed
-from torchrelay.mpi._threads import run_ranks
 
 
 def integers(comm: Communicator, x: Tensor) -> Tensor:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from multi.mpi.thread_transport import run_ranks
 from torchrelay import mpi
 from torchrelay.errors import OperationTimeoutError, PeerLostError
 from torchrelay.mpi import Communicator
-from torchrelay.mpi._threads import run_ranks
 
 
 def test_threads_are_ranks() -> None:

@@ -11,8 +11,9 @@ import pytest
 
 from torchrelay.config import ElasticSettings
 from torchrelay.errors import PeerLostError
-from torchrelay.training import _agreement
+from torchrelay.training import _agreement, _delegate
 from torchrelay.training._agreement import Agreement, Met
+from torchrelay.training._delegate import Delegate
 from torchrelay.training._membership import Formation
 
 SELF, OTHER = "127.0.0.1:1/self", "127.0.0.1:2/other"
@@ -33,27 +34,33 @@ class Member:
             waits_since_s=0.0,
             unanswered=lambda _: self.silent,
         )
-        patch.setattr(_agreement, "_new_group", lambda _: None)
-        patch.setattr(_agreement, "_listen", lambda *_: self.peers)
-        patch.setattr(_agreement, "seconds_since_boot", lambda: self.now_s)
-        self.agreement = Agreement(ElasticSettings(timeout_s=TIMEOUT_S), [])
-        self.machine = self.agreement.machine
-        self.machine.bases, self.agreement.met = (BASE,), Met(BASE, ())
+        patch.setattr(_agreement, "_new_group", lambda *_: None)
+        patch.setattr(_delegate, "_listen", lambda *_: self.peers)
+        for module in (_agreement, _delegate):
+            patch.setattr(module, "seconds_since_boot", lambda: self.now_s)
+        self.agreement = Agreement(ElasticSettings(timeout_s=TIMEOUT_S), {})
+        assert isinstance(self.agreement.delegate, Delegate)
+        self.delegate, self.machine = self.agreement.delegate, self.agreement.delegate.machine
+        self.machine.bases, self.delegate.formation = (BASE,), BASE
+        self.agreement.met = Met(BASE, (), ())
 
     def collective(self, at_s: float, wait: Callable[[], Any] = lambda: None) -> None:
         self.now_s = at_s
         self.agreement.collective(lambda _: SimpleNamespace(wait=wait))
 
+    def look(self) -> None:
+        self.delegate._look(self.agreement._lease, self.agreement._entered_s)
+
     def is_fresh(self, at_s: float) -> bool:
         self.now_s = at_s
-        self.agreement._look()
+        self.look()
         return self.machine.is_fresh
 
     def is_lost(self, found: str, after_s: float) -> bool:
         """Whether ``OTHER`` is dead if that was found so long after it became known."""
-        self.agreement._look()
+        self.look()
         self.peers.found["127.0.0.1:2"] = found, time.monotonic() + after_s
-        self.agreement._look()
+        self.look()
         return OTHER in self.machine.dead
 
 
@@ -82,6 +89,22 @@ def test_a_collective_that_fails_makes_no_member_fresh(member: Member) -> None:
     assert not member.is_fresh(108.1)
 
 
+def test_a_member_that_is_away_for_too_long_says_so(
+    member: Member, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not at its first collective, nor because others were late."""
+    member.collective(100.0)
+
+    def wait() -> None:
+        member.now_s = 120.0
+
+    member.collective(109.0, wait)
+    member.collective(129.9)
+    assert not caplog.records
+    member.collective(140.0)
+    assert "was busy, or frozen, for 10.1 s" in caplog.text
+
+
 def test_a_collective_of_another_formation_makes_no_member_fresh(member: Member) -> None:
     member.collective(100.0)
     member.collective(101.0)
@@ -89,12 +112,33 @@ def test_a_collective_of_another_formation_makes_no_member_fresh(member: Member)
     assert not member.is_fresh(102.0)
 
 
+def test_a_replica_is_fresh_as_long_as_all_its_ranks_are(
+    member: Member, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``ages_s`` are those that another rank has; its clock is not known, only that it was met."""
+    ages_s = iter([0.0, 5.0])
+    member.agreement.replica.size = 2
+
+    def largest(flag: float, age_s: float) -> list[float]:
+        return [flag, max(age_s, next(ages_s))]
+
+    monkeypatch.setattr(member.agreement.replica, "largest", largest)
+    member.collective(100.0)
+    member.collective(101.0)
+    assert not member.is_fresh(101.0)
+    member.agreement.any(False)
+    member.now_s = 103.0
+    assert member.agreement.any(True) == [True]
+    assert member.is_fresh(103.9)  # the other may have said its age at 101, after the first call
+    assert not member.is_fresh(104.1)
+
+
 @pytest.mark.parametrize("waited_s", [TIMEOUT_S - 0.1, TIMEOUT_S + 0.1])
 def test_one_that_does_not_answer_is_awaited_for_a_timeout(member: Member, waited_s: float) -> None:
     member.collective(100.0)
     member.silent = {"127.0.0.1:2"}
     member.now_s += waited_s
-    member.agreement._look()
+    member.look()
     assert (OTHER in member.machine.awaited()) == (waited_s < TIMEOUT_S)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from typing import Any
 
 import pytest
@@ -77,6 +77,21 @@ def test_a_connection_that_is_given_up_is_not_made_again(stack: ExitStack) -> No
     lost = here._keep_publishing(join("127.0.0.1", free_port()))
     asyncio.run_coroutine_threadsafe(lost, here._loop).result(timeout=60)
     assert not here._unreached
+
+
+def test_a_member_closes_although_tasks_lose_their_cancellation(stack: ExitStack) -> None:
+    here, other = member(stack), member(stack)
+    other.publish({"value": 1}, [here.address])
+    assert here.received.get(timeout=60)
+
+    async def deaf() -> None:
+        for _ in range(3):
+            with suppress(asyncio.CancelledError):
+                await asyncio.sleep(600)
+
+    asyncio.run_coroutine_threadsafe(deaf(), here._loop)
+    here.close()
+    assert not here._thread.is_alive()
 
 
 def test_strangers_are_turned_away_while_members_connect(stack: ExitStack) -> None:

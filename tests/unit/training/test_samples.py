@@ -59,6 +59,13 @@ def test_each_sample_is_taken_once_whatever_happens(workers: int, shuffle: bool)
     assert not shuffle or orders[0] != sorted(orders[0])
 
 
+def test_a_step_has_one_batch() -> None:
+    loader, step = ElasticLoader([1, 2, 3], 1), FakeStep(0, 1)
+    loader.take(step)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="make batch_size larger"):
+        loader.take(step)  # type: ignore[arg-type]
+
+
 def test_what_cannot_be_dealt_is_refused() -> None:
     with pytest.raises(ArgumentError, match="batch_size"):
         ElasticLoader([1], 0)

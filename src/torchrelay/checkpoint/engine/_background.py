@@ -10,9 +10,10 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -191,6 +192,17 @@ class Staging:
                 target.copy_(tensor, non_blocking=tensor.is_cuda)
         for device in devices:
             torch.cuda.current_stream(device).synchronize()
+
+    def copier(
+        self, tensors: Sequence[torch.Tensor], starts: Sizes, sizes: Sizes
+    ) -> Callable[[], None]:
+        """Return what copies tensors that are contiguous in host memory to ``starts``, in any
+        thread and without the GIL. The caller keeps them, and the segment, until then.
+        """
+        assert self._segment is not None
+        target = self._segment.tensor((self._segment.size_bytes,), torch.uint8).data_ptr()
+        addresses = np.array([*map(address_of, tensors)], np.uint64)
+        return partial(_native.copy_memory, starts + np.uint64(target), addresses, sizes)
 
     def reserve(self, size_bytes: int, *, locked: bool) -> None:
         """Ensure that the segment has ``size_bytes``."""

@@ -1,9 +1,9 @@
 """Reads byte ranges of chunks straight into tensors, in threads, after verification.
 
 Verification is a pass of its own, before the first byte is written to a tensor, so that a damaged
-checkpoint changes nothing; where that does not matter, it is part of the reading. On a local file
-system the pass also brings what is read next into the page cache. Ranges that lie side by side in a
-file are verified and read together.
+checkpoint changes nothing; where that does not matter, what is contiguous in the file is verified
+while it is read, in a core's cache. On a local file system the pass also brings what is read next
+into the page cache. Ranges that lie side by side in a file are verified and read together.
 """
 
 from __future__ import annotations
@@ -61,7 +61,6 @@ Task = Callable[[], None]
 MAX_BUFFER_BYTES = 256 << 20
 _VERIFY = ("data", "header", "none")
 _PIECE_BYTES = 16 << 20
-_READ_BYTES = 4 << 20  # by one call; what was read is in the cache when it is compared
 _RUN_BLOCKS = 16  # successive blocks that one rank verifies
 _GAP_BYTES = 64 << 10  # less than this between two runs is read along: cheaper than another request
 
@@ -197,6 +196,17 @@ class _FileBlocks:
         np.add.at(edges, np.searchsorted(self.starts, begins, "right") - 1, 1)
         np.add.at(edges, np.searchsorted(self.starts, ends, "left"), -1)
         found: NDArray[np.bool_] = np.cumsum(edges[:-1]) > 0
+        return found
+
+    def near(self, starts: Sizes, sizes: Sizes) -> NDArray[np.intp]:
+        """Return the numbers of the blocks that byte ranges of the file have bytes of; these ascend
+        and do not overlap. Only looks at what lies between the first and the last.
+        """
+        ends = starts + sizes
+        first = np.searchsorted(self.starts, starts[0], "right") - 1
+        numbers = np.arange(first, np.searchsorted(self.starts, ends[-1], "left"))
+        before = np.searchsorted(starts, self.starts[numbers] + self.sizes[numbers], "left") - 1
+        found: NDArray[np.intp] = numbers[(before >= 0) & (ends[before] > self.starts[numbers])]
         return found
 
 
@@ -393,9 +403,9 @@ class ChunkReader:
         Args:
             targets: segments, and their tensors.
             progress: called with the bytes read since the last call, from several threads.
-            verify: whether to compare what is read with its checksums: whole chunks while they are
-                in the cache, and the rest before anything is read. Some tensors then have damaged
-                values after an error.
+            verify: whether to compare what is read with its checksums: what is contiguous in the
+                file while it is read, and the rest before anything is. Some tensors then have
+                damaged values after an error.
 
         Raises:
             CorruptionError, StorageError: a file cannot be read, or is damaged. Some tensors may
@@ -410,21 +420,20 @@ class ChunkReader:
         self, targets: Iterable[tuple[ChunkSlice, torch.Tensor]], progress: Progress, verify: bool
     ) -> tuple[list[Task], list[ChunkSlice]]:
         """Return what fills the targets, and the segments that are to be verified before."""
-        direct: dict[tuple[str, bool], list[tuple[int, int, int]]] = defaultdict(list)
+        direct: dict[tuple[str, bool], list[tuple[int, int, int, int]]] = defaultdict(list)
         changed: list[torch.Tensor] = []
         unverified: list[ChunkSlice] = []
         tasks: list[Task] = []
         for segment, target in targets:
             chunk, address = segment.chunk, address_of(target)
             is_direct = address and segment.is_contiguous
-            compares = bool(verify and is_direct and segment.is_whole and chunk.checksums)
+            compares = bool(verify and is_direct and chunk.checksums)
             if verify and not compares:
                 unverified.append(segment)
             if is_direct:
-                start = chunk.start
-                if not segment.is_whole:
-                    start += _span(segment.entry, chunk, segment.inner)[0]
-                direct[chunk.file, compares].append((start, target.nbytes, address))
+                skipped = 0 if segment.is_whole else _span(segment.entry, chunk, segment.inner)[0]
+                row = chunk.start + skipped, target.nbytes, address, skipped
+                direct[chunk.file, compares].append(row)
                 changed.append(target)
             else:
                 copy = in_stream_of(target, self._copy)
@@ -439,14 +448,19 @@ class ChunkReader:
         block_bytes = self.manifest.block_bytes
         limit_bytes = min(self.folder.request_bytes, self._limit_bytes)
         for (name, compares), rows in direct.items():
-            starts, sizes, addresses = (
+            starts, sizes, addresses, places = (
                 np.array(column, np.uint64) for column in zip(*rows, strict=True)
             )
-            step = max(_READ_BYTES, self.folder.request_bytes)
+            step = max(_PIECE_BYTES, self.folder.request_bytes)
             if compares:
-                step = -(-step // block_bytes) * block_bytes
-            index, offsets, sizes = divided(sizes, step)
-            ranges = np.stack([starts[index] + offsets, sizes, addresses[index] + offsets])
+                step = max(self._limit_bytes // block_bytes, 1) * block_bytes
+            lead = places % np.uint64(step)  # so that pieces end where blocks do
+            index, offsets, sizes = divided(sizes + lead, step)
+            lead = lead[index]
+            begins = np.maximum(offsets, lead)
+            sizes -= begins - offsets
+            begins -= lead
+            ranges = np.stack([starts[index] + begins, sizes, addresses[index] + begins])
             ranges = ranges[:, np.argsort(ranges[0], kind="stable")]
             tasks += [
                 partial(self._read, name, ranges[:, piece], compares, progress)
@@ -458,21 +472,20 @@ class ChunkReader:
         """Read byte ranges that are close together to memory: one straight, several through a
         buffer. ``ranges`` has rows of starts, sizes and addresses.
         """
-        starts, sizes, addresses = np.ascontiguousarray(ranges)
-        ends = starts + sizes
-        first, size_bytes = int(starts[0]), int(ends.max() - starts[0])
-        buffer = None if len(starts) == 1 else np.empty(size_bytes, np.uint8)
-        address = int(addresses[0]) if buffer is None else buffer.ctypes.data
-        self.folder.read(name, first, memory_at(address, size_bytes))
-        base = np.uint64(address) - starts[:1]  # modulo 2^64, as what is added to it
+        ranges = np.ascontiguousarray(ranges)
+        starts, sizes, addresses = ranges
         if compares:
             file = self._blocks(name)
-            numbers = np.arange(*np.searchsorted(file.starts, [starts[0], ends[-1]]))
-            within_range = np.searchsorted(starts, file.starts[numbers], "right") - 1
-            numbers = numbers[file.starts[numbers] < ends[within_range]]
-            found = _native.crc32c_of_memory(file.starts[numbers] + base, file.sizes[numbers])
-            self._compare(name, numbers, found)
-        if buffer is not None:
+            numbers = file.near(starts, sizes)
+            blocks = file.starts[numbers], file.sizes[numbers]
+            self._compare(name, numbers, self.folder.checksums(name, *blocks, ranges))
+        elif len(starts) == 1:
+            target = memory_at(int(addresses[0]), int(sizes[0]))
+            self.folder.read(name, int(starts[0]), target)
+        else:
+            buffer = np.empty(int((starts + sizes).max() - starts[0]), np.uint8)
+            self.folder.read(name, int(starts[0]), memoryview(buffer.data))
+            base = np.uint64(buffer.ctypes.data) - starts[:1]  # modulo 2^64, as what is added to it
             _native.copy_memory(addresses, starts + base, sizes)
         progress(int(sizes.sum()))
 

@@ -27,7 +27,7 @@ from torch.torch_version import TorchVersion
 
 from torchrelay.errors import ArgumentError, MismatchError
 
-__all__ = ["KINDS", "MAX_VALUE_BYTES", "Kind", "kind_of"]
+__all__ = ["KINDS", "MAX_VALUE_BYTES", "Kind", "imported_class", "kind_of"]
 
 MAX_VALUE_BYTES = 64 << 20  # of an array or bytes: the manifest is read whole by every rank
 _ARRAY_KINDS = "biufcmMSU"  # of NumPy dtypes: those whose elements are nothing but bytes
@@ -220,7 +220,7 @@ def _decode_named(key: str, content: Any, inner: Inner) -> Any:
 def _findable(key: str, value: Any) -> tuple[str, str]:
     """Return the module and the name of a value's class, by which it is found again."""
     kind = type(value)
-    if _class(kind.__module__, kind.__qualname__) is not kind:
+    if imported_class(kind.__module__, kind.__qualname__) is not kind:
         raise ArgumentError(
             f"{key}: {value!r} cannot be found again: {kind.__module__}.{kind.__qualname__} is not "
             "the name of its class; define the class at the top of a module"
@@ -228,7 +228,7 @@ def _findable(key: str, value: Any) -> tuple[str, str]:
     return kind.__module__, kind.__qualname__
 
 
-def _class(module: str, name: str) -> Any:
+def imported_class(module: str, name: str) -> type[Any] | None:
     """Return the class of that name in an imported module; None if there is none."""
     found: Any = sys.modules.get(module)
     for part in name.split("."):
@@ -242,7 +242,7 @@ def _imported(key: str, module: str, name: str, base: type, what: str) -> Any:
     Raises:
         MismatchError: it is not imported here.
     """
-    found = _class(module, name)
+    found = imported_class(module, name)
     if found is None or not issubclass(found, base):
         raise MismatchError(
             f"{key}: the value is a {module}.{name}, {what} that is not imported here; import "

@@ -9,6 +9,7 @@ reader then reads each piece straight to its place, whatever part of the tensor 
 
 from __future__ import annotations
 
+import copy
 import math
 import re
 import sys
@@ -148,12 +149,7 @@ def _convert(
                 yield name + key.removeprefix(scaled), stored[key]
             continue
         if name not in groups:
-            rule = names.by_pattern[pattern]
-            groups[name] = rule.copy(
-                rule._original_source_patterns.copy(),
-                rule._original_target_patterns.copy(),
-                operations=rule.operations,
-            )
+            groups[name] = copy.deepcopy(names.by_pattern[pattern])
         groups[name].add_tensor(name, key, pattern, _Stored.of(stored[key]))
     for name, rule in groups.items():
         if name in absent:  # a part of it is not there

@@ -127,7 +127,7 @@ def encode(key: str, value: Any, depth: int = 0) -> Any:
         return [inner(f"{key}.{index}", item) for index, item in enumerate(value)]
     if kind is dict and all(type(name) is str and not name.startswith("$") for name in value):
         return {name: inner(f"{key}.{name}", item) for name, item in value.items()}
-    if kind is Encoded:
+    if isinstance(value, Encoded):
         return value.content
     found = kind_of(value)
     if found is not None:

@@ -11,20 +11,19 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 
-import numpy as np
-
-from torchrelay import _native, config
+from torchrelay import config
 from torchrelay._platform import boot_id
 from torchrelay.checkpoint._types import MANIFEST, Sizes
 from torchrelay.checkpoint.format._manifest import Head
 from torchrelay.checkpoint.memory._part import PartInfo, file_name, manifest_of
 from torchrelay.checkpoint.memory._peers import PIECE_BYTES, Peer
 from torchrelay.checkpoint.memory._socket import MemoryClient
+from torchrelay.checkpoint.storage._contract import Folder
 from torchrelay.checkpoint.storage._local import LocalFolder
 from torchrelay.errors import PeerLostError, StorageError
 from torchrelay.transport import network
 
-__all__ = ["SCHEME", "InMemory", "MemoryFolder"]
+__all__ = ["SCHEME", "InMemory", "MemoryFolder", "MemoryServers"]
 
 SCHEME = "torchrelay://"
 
@@ -42,35 +41,18 @@ class InMemory:
         return [part for part in range(self.info.world_size) if part not in self.parts]
 
 
-class MemoryFolder(LocalFolder):
-    """A checkpoint in memory, or all of a job's.
+class MemoryServers:
+    """The memory servers of a job, as they are asked by one process."""
 
-    What a server does not answer raises :class:`PeerLostError`.
-    """
-
-    request_bytes = 4 * PIECE_BYTES
-
-    def __init__(self, url: str) -> None:
-        """Connect to the memory servers of a job.
-
-        Raises:
-            StorageError: this host has none.
-            UnavailableError: as for :class:`MemoryClient`.
-        """
-        super().__init__(url)
-        job, _, self._name = url.removeprefix(SCHEME).rstrip("/").partition("/")
-        try:
-            self.client = MemoryClient(job)
-        except OSError as error:
-            what = f"{url}: this host has no memory server of that job"
-            raise StorageError(errno.ENOENT, what) from error
-        token, interface, addresses = self.client.ask("peers")
+    def __init__(self, client: MemoryClient) -> None:
+        self.client = client
+        token, interface, addresses = client.ask("peers")
         settings = config.load(config.TransportSettings)
         self._peers: list[Peer] = []
         if addresses:
             joined = network(settings, token=token, interface=interface)
             self._peers = [Peer(joined, one, settings.peer_timeout_s) for one in addresses]
-        self._reading = threading.Lock()  # servers are asked by one thread at a time
+        self.reading = threading.Lock()  # servers are asked by one thread at a time
 
     @cached_property
     def checkpoints(self) -> list[InMemory]:
@@ -83,7 +65,7 @@ class MemoryFolder(LocalFolder):
             one = found.setdefault((info.step, info.saved_at_ns, info.save_id), InMemory(info))
             one.parts.setdefault(info.part, (info, peer))
 
-        with self._reading:
+        with self.reading:
             for info in self.client.ask("list"):
                 add(info, None)
             for peer in self._peers:
@@ -92,10 +74,41 @@ class MemoryFolder(LocalFolder):
                         add(PartInfo(*values), peer)
         return [found[key] for key in sorted(found, reverse=True)]
 
+
+class MemoryFolder(LocalFolder):
+    """A checkpoint in memory, or all of a job's; a path, too: its own.
+
+    What a server does not answer raises :class:`PeerLostError`.
+    """
+
+    request_bytes = 4 * PIECE_BYTES
+
+    def __init__(self, url: str, servers: MemoryServers | None = None) -> None:
+        """Connect to the memory servers of a job, unless they are given.
+
+        Raises:
+            StorageError: this host has none.
+            UnavailableError: as for :class:`MemoryClient`.
+        """
+        super().__init__(url)
+        job, _, self._name = url.removeprefix(SCHEME).rstrip("/").partition("/")
+        self._is_own = servers is None
+        if servers is None:
+            try:
+                client = MemoryClient(job)
+            except OSError as error:
+                what = f"{url}: this host has no memory server of that job"
+                raise StorageError(errno.ENOENT, what) from error
+            servers = MemoryServers(client)
+        self.servers = servers
+
+    def __fspath__(self) -> str:
+        return self.location
+
     @cached_property
     def _whole(self) -> dict[str, InMemory]:
         """The checkpoints that are whole, by name; of one name the newest."""
-        found = [one for one in self.checkpoints if not one.missing]
+        found = [one for one in self.servers.checkpoints if not one.missing]
         return {f"step-{one.info.step}": one for one in reversed(found)}
 
     @cached_property
@@ -110,9 +123,9 @@ class MemoryFolder(LocalFolder):
     @cached_property
     def _manifest(self) -> bytes:
         parts = [*self._parts.values()]
-        with self._reading:
+        with self.servers.reading:
             records = [
-                self.client.ask("record", info.key)
+                self.servers.client.ask("record", info.key)
                 if peer is None
                 else peer.call("record", key=info.key)[1]
                 for info, peer in parts
@@ -123,7 +136,7 @@ class MemoryFolder(LocalFolder):
     @property
     def identity(self) -> str:
         is_here = all(peer is None for _, peer in self._parts.values())
-        return f"{boot_id()}/{self.client.folder}" if is_here else ""
+        return f"{boot_id()}/{self.servers.client.folder}" if is_here else ""
 
     @property
     def replaced(self) -> bool:
@@ -150,8 +163,8 @@ class MemoryFolder(LocalFolder):
 
     def _open(self, name: str) -> int:
         key = self._parts[name][0].key  # which may have to be asked for
-        with self._reading:
-            fd: int = self.client.ask("open", key)
+        with self.servers.reading:
+            fd: int = self.servers.client.ask("open", key)
         return fd
 
     def read(self, name: str, offset: int, into: memoryview) -> None:
@@ -159,7 +172,7 @@ class MemoryFolder(LocalFolder):
         if peer is None:
             super().read(name, offset, into)
             return
-        with self._reading:
+        with self.servers.reading:
             for start in range(0, len(into), PIECE_BYTES):
                 piece = into[start : start + PIECE_BYTES]
 
@@ -170,12 +183,9 @@ class MemoryFolder(LocalFolder):
                 peer.post("read", into=fill, key=info.key, **arguments)
             peer.finish()
 
-    def checksums(self, name: str, starts: Sizes, sizes: Sizes) -> bytes:
-        if self._parts[name][1] is None:
-            return super().checksums(name, starts, sizes)
-        data = np.empty(int(starts[-1] + sizes[-1] - starts[0]), np.uint8)
-        self.read(name, int(starts[0]), memoryview(data.data))
-        return _native.crc32c_of_memory(starts - starts[0] + np.uint64(data.ctypes.data), sizes)
+    def checksums(self, name: str, starts: Sizes, sizes: Sizes, into: Sizes | None = None) -> bytes:
+        of = Folder if self._parts[name][1] else LocalFolder
+        return of.checksums(self, name, starts, sizes, into)
 
     def map(self, name: str, offset: int, size_bytes: int) -> memoryview | None:
         is_here = self._parts[name][1] is None
@@ -183,4 +193,5 @@ class MemoryFolder(LocalFolder):
 
     def close(self) -> None:
         super().close()
-        self.client.close()
+        if self._is_own:
+            self.servers.client.close()

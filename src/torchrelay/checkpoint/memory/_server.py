@@ -57,8 +57,13 @@ class _Part:
     file: io.FileIO | None = None  # closed when nobody reads it any more
     is_checked: bool = True  # nobody computes its checksums
     record: bytes = b""  # once the part is whole and has checksums
+    is_confirmed: bool = True  # nothing changed while its trainer copied it
     is_done: bool = False  # it is whole, and at the partner if there is one, or never will be
     error: dict[str, Any] | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        return bool(self.record) and self.is_confirmed
 
     def fileno(self) -> int:
         assert self.file is not None
@@ -84,6 +89,7 @@ class _Client:
     channel: Channel
     attempt: str = ""
     layout: FileLayout | None = None
+    has_left: bool = False
 
 
 class MemoryServer:
@@ -96,31 +102,35 @@ class MemoryServer:
         self._changed = threading.Condition()
         self._parts: dict[tuple[str, int], _Part] = {}
         self._attempt = _Attempt()
-        self._trainers, self._left_at_s = 0, time.monotonic()
+        self._clients, self._trainers, self._left_at_s = 0, 0, time.monotonic()
         self._ttl_s = self._settings.memory_ttl_s
 
     def run(self, listener: socket.socket) -> None:
-        """Serve until no trainer has been there for ``memory_ttl_s``, or all is dropped."""
+        """Serve until no trainer has been there for ``memory_ttl_s``, or all is dropped; but not
+        while a client is connected, which may be about to join.
+        """
         listener.settimeout(_POLL_S)
-        while self._trainers or time.monotonic() < self._left_at_s + self._ttl_s:
+        while self._clients or time.monotonic() < self._left_at_s + self._ttl_s:
             with suppress(TimeoutError):
                 connection, _ = listener.accept()
+                with self._changed:
+                    self._clients += 1
                 threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
-        if user_at_other_end(connection) != os.geteuid():
-            connection.close()
-            return
         client = _Client(Channel(connection))
         try:
-            while received := client.channel.receive():
-                self._reply(client, *received)
+            if user_at_other_end(connection) == os.geteuid():
+                while received := client.channel.receive():
+                    self._reply(client, *received)
         except PeerLostError:
             return
         finally:
             client.channel.close()
-            if client.attempt:
-                with self._changed:
+            with self._changed:
+                self._clients, client.has_left = self._clients - 1, True
+                self._changed.notify_all()
+                if client.attempt:
                     self._trainers, self._left_at_s = self._trainers - 1, time.monotonic()
 
     def _reply(self, client: _Client, request: tuple[str, Sequence[Any]], fds: list[int]) -> None:
@@ -170,18 +180,27 @@ class MemoryServer:
         whole: str,
         layout: FileLayout | None,
         objects: Sequence[Any],
+        is_confirmed: bool,
         file: io.FileIO,
     ) -> None:
-        """Take a part that is staged. Its checksums are computed, and it is copied, meanwhile."""
+        """Take a part that is staged. Its checksums are computed, and it is copied, meanwhile.
+
+        It is not whole before it is confirmed.
+        """
         client.layout = layout or client.layout
         with self._of(client):
             part, (*_, partner, joined, _) = self._part(info.key), self._attempt
-            part.file = file
+            part.file, part.is_confirmed = file, is_confirmed
         assert joined is not None
         peer = partner and Peer(joined, partner, self._transport.peer_timeout_s)
         part.is_checked = False
-        arguments = (part, client.layout, objects, whole, peer)
+        arguments = (client, part, client.layout, objects, whole, peer)
         threading.Thread(target=self._complete, args=arguments, daemon=True).start()
+
+    def do_confirm(self, client: _Client, key: tuple[str, int]) -> None:
+        with self._of(client):
+            self._part(key).is_confirmed = True
+            self._changed.notify_all()
 
     def do_wait(self, client: _Client, key: tuple[str, int], timeout_s: float) -> None:
         """Wait until a part is whole and copied.
@@ -218,7 +237,7 @@ class MemoryServer:
         """Return the whole parts that are here, also those of which the checksums are computed."""
         with self._changed:
             self._changed.wait_for(lambda: all(part.is_checked for part in self._parts.values()))
-            return [part.info for part in self._parts.values() if part.record]
+            return [part.info for part in self._parts.values() if part.is_whole]
 
     def do_peers(self, client: _Client) -> tuple[bytes, str, Sequence[str]]:
         """Return the token of the job's network, its interface, and the other servers."""
@@ -277,7 +296,7 @@ class MemoryServer:
     def _whole(self, key: tuple[str, int]) -> _Part:
         with self._changed:
             part = self._part(key)
-            if not part.record:
+            if not part.is_whole:
                 raise StorageError(f"the checkpoint of step {part.info.step} is not whole")
             return part
 
@@ -290,12 +309,22 @@ class MemoryServer:
                 self._changed.notify_all()
 
     def _complete(
-        self, part: _Part, layout: FileLayout, objects: Sequence[Any], whole: str, peer: Peer | None
+        self,
+        client: _Client,
+        part: _Part,
+        layout: FileLayout,
+        objects: Sequence[Any],
+        whole: str,
+        peer: Peer | None,
     ) -> None:
         try:
             self._check(part, layout, objects)
             if peer is not None:
                 _copy(part, whole, peer)
+                with self._changed:
+                    self._changed.wait_for(lambda: part.is_confirmed or client.has_left)
+                if part.is_confirmed:
+                    peer.call("confirm", key=part.info.key)
         except Exception as error:
             part.error = described(error, part.info.rank)
             if part.record:
@@ -319,7 +348,8 @@ class MemoryServer:
             with self._changed:
                 fd = anonymous_file("torchrelay-checkpoint", info.size_bytes)
                 file = io.FileIO(fd, "r+")  # closed if there is no place for it
-                self._expect(info, values["whole"]).file = file
+                part = self._expect(info, values["whole"])
+                part.file, part.is_confirmed = file, False
             return {}, b""
         key, start = tuple(values["key"]), values.get("start", 0)
         if name == "record":
@@ -329,6 +359,9 @@ class MemoryServer:
             return {}, os.pread(self._whole(key).fileno(), size_bytes, start)
         with self._changed:
             part = self._part(key)
+            if name == "confirm":
+                part.is_confirmed = True
+                return {}, b""
         is_outside = name == "write" and start + len(contents) > part.info.size_bytes
         if part.record or is_outside:
             raise StorageError("a copy of a checkpoint is not what was offered")

@@ -20,15 +20,22 @@ import torch
 from torchrelay import _torch
 from torchrelay._boxes import Box
 from torchrelay.checkpoint._tasks import no_collection
-from torchrelay.checkpoint._types import METADATA, Manifest, is_metadata
+from torchrelay.checkpoint._types import METADATA, Manifest, is_container, is_metadata
 from torchrelay.checkpoint.engine._read import ChunkSlice, segments_of
 from torchrelay.checkpoint.format._quantized import Scales
 from torchrelay.checkpoint.format._values import decode
 from torchrelay.checkpoint.plan._part_plan import PartPlan, member
 from torchrelay.checkpoint.state._metadata import restored
 from torchrelay.checkpoint.state._optimizers import check_state, known_sections, may_lack, numbered
-from torchrelay.checkpoint.state._parts import ModulePart, OptimizerPart, Part
-from torchrelay.checkpoint.state._state import ORDINARY, Leaf, check_put, insert, relative_path
+from torchrelay.checkpoint.state._parts import ModulePart, OptimizerPart, Part, is_empty
+from torchrelay.checkpoint.state._state import (
+    ORDINARY,
+    ContainerClass,
+    Leaf,
+    check_put,
+    insert,
+    relative_path,
+)
 from torchrelay.checkpoint.state._subclasses import SUBCLASS, Subclass, block_of
 from torchrelay.checkpoint.state._tensors import check_target, is_waiting, memory_of, tensor_state
 from torchrelay.deferred import is_deferred
@@ -255,7 +262,7 @@ class _Matching:
             self.known.add(key)
             if self._match_leaf(item, name, key, leaf):
                 self.read.append(leaf)
-            elif not _is_empty(leaf.value):
+            elif not is_empty(leaf.value):
                 self.lacking[key] = item, leaf
 
     def _lacks(self, part: Part, key: str, leaf: Leaf, tops: set[Any]) -> bool:
@@ -264,7 +271,7 @@ class _Matching:
             return leaf.path[0] == "param_groups" and key not in self.order
         is_own = isinstance(part, ModulePart) and part.is_own(str(leaf.path[0]))
         return (bool(tops) < is_own or not is_own) and not (
-            leaf.path[0] in tops or _is_empty(leaf.value)
+            leaf.path[0] in tops or is_empty(leaf.value)
         )
 
     def _takes(self, item: PartPlan, key: str) -> bool:
@@ -299,7 +306,9 @@ class _Matching:
         fresh = part.leaves.get(name)
         if key in self.manifest.objects:
             value = self.manifest.objects[key]
-            if path[-1] == SUBCLASS:
+            if is_container(key):
+                item.values[path] = ContainerClass(value)
+            elif path[-1] == SUBCLASS:
                 if fresh is not None and isinstance(fresh.value, Subclass):
                     fresh.value.check(self.plan.location, key, value)
                 item.values[path] = value
@@ -310,14 +319,16 @@ class _Matching:
             item.values[path] = {}
             return
         item.taken[path] = name
-        self.manifest.tensors[key].check_known(key, self.plan.location)
-        if fresh is not None and is_waiting(fresh.value) and isinstance(part, ModulePart):
+        entry = self.manifest.tensors[key]
+        entry.check_known(key, self.plan.location)
+        if fresh is not None:
+            self.read.append(fresh)
+        mine: Any = None if fresh is None else fresh.value
+        if isinstance(part, ModulePart) and is_waiting(mine) and mine.shape == entry.shape:
             item.waiting.append(name)
-            self._read_tensor(item, name, key, fresh.value)
+            self._read_tensor(item, name, key, mine)
         else:
-            self._read_tensor(
-                item, name, key, item.buffer(name, key, self.manifest.tensors[key], path)
-            )
+            self._read_tensor(item, name, key, item.buffer(name, key, entry, path))
 
     def _match_leaf(self, item: PartPlan, name: str, key: str, leaf: Leaf) -> bool:
         """Record what to read for a leaf; return whether the checkpoint has it."""
@@ -339,9 +350,7 @@ class _Matching:
         value = self.manifest.objects[key]
         if isinstance(leaf.value, Subclass):
             leaf.value.check(self.plan.location, key, value)
-        elif part.owner is None and not (
-            _is_empty(leaf.value) and decode(key, value) == leaf.value
-        ):
+        elif part.owner is None and not (is_empty(leaf.value) and decode(key, value) == leaf.value):
             check_put(part.state, leaf.path)
             item.values[leaf.path] = decode(key, value)
         return True
@@ -494,10 +503,6 @@ def _identities(leaf: Leaf) -> set[Any]:
     local = getattr(leaf.value, "_local_tensor", leaf.value)
     memory = memory_of(local) if _torch.sharding_of(local) == "plain" else None
     return {id(leaf.value), memory or id(leaf.value)}
-
-
-def _is_empty(value: Any) -> bool:
-    return isinstance(value, dict | list | tuple) and not value
 
 
 def _listed(keys: Iterable[str]) -> str:

@@ -4,8 +4,7 @@ values, and the state that they make up.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Container, Mapping, MutableMapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from torchrelay import _torch
-from torchrelay.checkpoint._types import METADATA, TensorEntry
+from torchrelay.checkpoint._types import CONTAINER, METADATA, TensorEntry
 from torchrelay.checkpoint.state._metadata import noted
 from torchrelay.checkpoint.state._parts import Part, Path
 from torchrelay.checkpoint.state._state import (
@@ -23,6 +22,7 @@ from torchrelay.checkpoint.state._state import (
     insert,
     is_nested,
     key_of,
+    like,
 )
 from torchrelay.checkpoint.state._subclasses import SUBCLASS, joined
 from torchrelay.checkpoint.state._tensors import is_waiting
@@ -101,13 +101,14 @@ class PartPlan:
             shaped = {
                 name: self._shaped(tree[name], member(fresh, name), is_foreign, (*path, name))
                 for name in tree
-                if name != METADATA
+                if name not in (METADATA, CONTAINER)
             }
             if SUBCLASS in tree:
                 wrapper = fresh if isinstance(fresh, torch.Tensor) else None
                 key = f"{self.part.start}{key_of(path)}"
                 return joined(key, shaped, wrapper, self.parameter(path))
-            made = _like(shaped, fresh)
+            kind = tree[CONTAINER].empty() if CONTAINER in tree else None
+            made = like(shaped, fresh if kind is None else kind)
             return noted(made, tree[METADATA]) if METADATA in tree else made
         if isinstance(tree, TupleItems) or (
             isinstance(tree, list)
@@ -117,10 +118,12 @@ class PartPlan:
                 self._shaped(item, member(fresh, index), is_foreign, (*path, Index(index)))
                 for index, item in enumerate(tree)
             ]
-            if isinstance(fresh, tuple) and is_nested(fresh):  # else it is stored as one value
+            made = TupleItems(items).finished() if isinstance(tree, TupleItems) else items
+            # A tuple that is not nested is stored as one value.
+            if type(made) in (tuple, list) and isinstance(fresh, tuple) and is_nested(fresh):
                 make = getattr(fresh, "_make", type(fresh))
-                return make(items) if len(items) == len(fresh) else tuple(items)
-            return tuple(items) if isinstance(tree, TupleItems) else items
+                return make(made) if len(made) == len(fresh) else tuple(made)
+            return made
         return tree
 
 
@@ -173,13 +176,3 @@ def member(container: Any, name: Any) -> Any:
         is_block = name.startswith("@")
         return container._local_tensor if is_block else getattr(container, name, None)  # type: ignore[attr-defined]
     return None
-
-
-def _like(items: dict[Any, Any], fresh: Any) -> Any:
-    """Return a dictionary of the type that the owner has."""
-    if not isinstance(fresh, MutableMapping) or type(fresh) is dict:
-        return items
-    made = copy.copy(fresh)
-    made.clear()
-    made.update(items)
-    return made

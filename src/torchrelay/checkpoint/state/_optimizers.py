@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -11,10 +12,11 @@ from torch.nn.parameter import is_lazy
 
 from torchrelay.checkpoint._types import Manifest
 from torchrelay.checkpoint.state._parts import OptimizerPart
-from torchrelay.checkpoint.state._state import relative_path
+from torchrelay.checkpoint.state._state import ORDINARY, flatten, relative_path
+from torchrelay.checkpoint.state._tensors import address_of
 from torchrelay.errors import MismatchError
 
-__all__ = ["check_state", "known_sections", "may_lack", "numbered"]
+__all__ = ["check_state", "known_sections", "may_lack", "numbered", "owned_memory"]
 
 # Options of groups that schedulers add, and those of named parameters.
 _ADDED = {
@@ -145,3 +147,36 @@ def may_lack(part: OptimizerPart, key: str, manifest: Manifest) -> bool:
     }
     others = saved - part.owner.param_groups[int(index)].keys() - _ADDED
     return "params" in saved and (name not in part.owner.defaults or not others)
+
+
+def owned_memory(
+    state: Any, blocks: Sequence[torch.Tensor]
+) -> dict[tuple[int, int], list[torch.Tensor]]:
+    """Return what only the steps of optimizers change: their parameters and what they keep of each.
+
+    By address and size, all tensors there, also of the ``blocks`` of the state: each has a version
+    that an in-place change of it raises. Only of optimizers that are in the state, or attributes of
+    what is, and whose steps call torch's hooks; and only what is contiguous in host memory, because
+    graphs of CUDA are replayed without a hook.
+    """
+    found: dict[tuple[int, int], list[torch.Tensor]] = defaultdict(list)
+    for leaf in flatten({"": state}).values():
+        for one in (leaf.value, *getattr(leaf.value, "__dict__", {}).values()):
+            if not isinstance(one, torch.optim.Optimizer) or not hasattr(type(one).step, "hooked"):
+                continue
+            kept = [each.values() for each in one.state.values() if isinstance(each, Mapping)]
+            groups = [group["params"] for group in one.param_groups]
+            for tensor in chain(*groups, *kept):
+                # A change of a DTensor raises its own version, but not that of its local tensor.
+                local = getattr(tensor, "_local_tensor", tensor)
+                if type(local) in ORDINARY and _is_watchable(local):
+                    found[address_of(local), local.nbytes] += [tensor, local]
+    for block in blocks if found else ():
+        if (place := (address_of(block), block.nbytes)) in found:
+            found[place].append(block)
+    return {place: tensors for place, tensors in found.items() if all(place)}
+
+
+def _is_watchable(tensor: torch.Tensor) -> bool:
+    is_strided = tensor.layout is torch.strided and not tensor.is_nested
+    return is_strided and not tensor.is_inference()

@@ -29,7 +29,7 @@ from torchrelay.checkpoint.state._state import (
 from torchrelay.deferred import is_deferred
 from torchrelay.errors import ArgumentError
 
-__all__ = ["ModulePart", "OptimizerPart", "Part", "parts_of_state"]
+__all__ = ["ModulePart", "OptimizerPart", "Part", "is_empty", "parts_of_state"]
 
 Path = tuple[Any, ...]
 _TRUSTED = ("torch.", "torchrelay.parameters.")  # modules whose loading may be filled in place
@@ -187,7 +187,7 @@ class ModulePart(Part):
     def completed(self, given: Any, left_out: Container[str]) -> Any:
         state = copy.copy(self.state)  # with the versions of its modules
         for name in [*state]:
-            is_judged_by_owner = self.is_free(name) and not _is_empty(state[name])
+            is_judged_by_owner = self.is_free(name) and not is_empty(state[name])
             if name in given or is_judged_by_owner or name in left_out:
                 del state[name]
         state.update(given)
@@ -265,5 +265,6 @@ def _takes(function: Callable[..., Any], name: str) -> bool:
     return name in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
 
 
-def _is_empty(value: Any) -> bool:
+def is_empty(value: Any) -> bool:
+    """Return whether a value is a container without items."""
     return isinstance(value, Mapping | list | tuple) and not value

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import copy
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, MutableMapping
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
 
 from torchrelay import _torch
-from torchrelay.checkpoint._types import MAX_DEPTH, METADATA, StatePath
-from torchrelay.checkpoint.format._values import decode
+from torchrelay.checkpoint._types import CONTAINER, MAX_DEPTH, METADATA, StatePath
+from torchrelay.checkpoint.format._values import Encoded, decode, encode
 from torchrelay.checkpoint.state._metadata import noted, stored
 from torchrelay.checkpoint.state._subclasses import SUBCLASS, parts_of
-from torchrelay.errors import ArgumentError, CorruptionError, TorchRelayError
+from torchrelay.errors import (
+    ArgumentError,
+    CorruptionError,
+    MismatchError,
+    TorchRelayError,
+    describe,
+)
 
 __all__ = [
     "ORDINARY",
+    "ContainerClass",
     "Index",
     "Leaf",
     "TupleIndex",
@@ -28,12 +38,14 @@ __all__ = [
     "is_stateful",
     "key_of",
     "leaf_path",
+    "like",
     "put",
     "relative_path",
     "state_dict_of",
 ]
 
 _MAX_GAP = 1_000_000  # items that a list may lack before the one that a path leads to
+_NAMES = (METADATA, CONTAINER)
 ORDINARY = (torch.Tensor, torch.nn.Parameter)  # tensors that are neither deferred nor sharded
 
 
@@ -52,8 +64,44 @@ class TupleIndex(Index):
         return ~int(self)
 
 
+class ContainerClass(Encoded):
+    """The class of a dictionary or a tuple: the encoded form of one without values."""
+
+    @classmethod
+    def of(cls, value: Any) -> ContainerClass | None:
+        """Return the class of a container; None if it is plain, or a checkpoint cannot hold it."""
+        kind = type(value)
+        if kind in (OrderedDict, Counter):
+            empty: Any = kind()
+        elif kind is defaultdict:
+            empty = defaultdict(value.default_factory)
+        elif isinstance(value, tuple) and hasattr(kind, "_fields"):
+            empty = tuple.__new__(kind, [None] * len(value))
+        else:
+            return None
+        try:
+            return cls(encode("", empty))
+        except ArgumentError:
+            return None
+
+    def empty(self) -> Any:
+        """Return one without values; None if its class is not imported."""
+        with suppress(MismatchError):
+            return decode(CONTAINER, self.content)
+        return None
+
+
 class TupleItems(list[Any]):
-    """The items of a tuple while it is made."""
+    """The items of a tuple while it is made, and at the end, its class."""
+
+    def finished(self) -> tuple[Any, ...]:
+        """Return the tuple."""
+        *items, last = self or [None]
+        if not isinstance(last, ContainerClass):
+            return tuple(self)
+        empty = last.empty()
+        is_like = isinstance(empty, tuple) and len(empty) == len(items)
+        return tuple.__new__(type(empty) if is_like else tuple, items)
 
 
 class Leaf(NamedTuple):
@@ -115,7 +163,7 @@ def state_dict_of(key: str, value: Any, get: Callable[[], Any] | None = None) ->
     except Exception as error:
         name = f" {key!r}" if key else ""
         raise ArgumentError(
-            f"state_dict() of {type(value).__name__}{name} raised {type(error).__name__}: {error}"
+            f"state_dict() of {type(value).__name__}{name} raised {describe(error)}"
         ) from error
 
 
@@ -127,11 +175,17 @@ def _visit_mapping(
         raise ArgumentError(
             f"a state is a dictionary, a module or has state_dict(); got {type(state).__name__}"
         )
-    if expand and path and not state:
+    kind = ContainerClass.of(state) if expand and not hasattr(state, "_metadata") else None
+    taken = next((name for name in _NAMES if expand and name in state), None)
+    if taken is not None:
+        raise ArgumentError(f"{start}{taken}: the key has a meaning in checkpoints; rename it")
+    if expand and path and not state and kind is None:
         _add(found, path, start[:-1], {})
     metadata = stored(state) if expand and state else None
     if metadata is not None:
         _visit(found, (*path, METADATA), f"{start}{METADATA}", metadata, expand)
+    if kind is not None:
+        _add(found, (*path, CONTAINER), f"{start}{CONTAINER}", kind)
     for name, item in state.items():
         key = f"{start}{name!s}"
         if type(item) in ORDINARY and key not in found:
@@ -165,6 +219,9 @@ def _visit(
         kind = TupleIndex if isinstance(value, tuple) else Index
         for index, item in enumerate(value):
             _visit(found, (*path, kind(index)), f"{key}.{index}", item, expand)
+        own = ContainerClass.of(value) if expand else None
+        if own is not None:
+            _add(found, (*path, kind(len(value))), f"{key}.{CONTAINER}", own)
         return
     _add(found, path, key, value)
 
@@ -244,14 +301,27 @@ def insert(state: dict[Any, Any], path: tuple[Any, ...], value: Any) -> None:
 
 
 def finished(state: Any) -> Any:
-    """Return what :func:`insert` made, with tuples and with the versions of modules in place."""
+    """Return what :func:`insert` made, with the classes of containers and the versions of modules
+    in place.
+    """
     if type(state) is dict:
-        items = {name: finished(item) for name, item in state.items() if name != METADATA}
-        return noted(items, state[METADATA]) if METADATA in state else items
-    if type(state) in (list, TupleItems):
-        found = map(finished, state)
-        return tuple(found) if type(state) is TupleItems else [*found]
-    return state
+        kept = {name: finished(item) for name, item in state.items() if name not in _NAMES}
+        if CONTAINER in state:
+            return like(kept, state[CONTAINER].empty())
+        return noted(kept, state[METADATA]) if METADATA in state else kept
+    if type(state) is TupleItems:
+        return TupleItems(map(finished, state)).finished()
+    return [*map(finished, state)] if type(state) is list else state
+
+
+def like(items: dict[Any, Any], container: Any) -> Any:
+    """Return a dictionary of the class of ``container``, if that is one."""
+    if not isinstance(container, MutableMapping) or type(container) is dict:
+        return items
+    made = copy.copy(container)
+    made.clear()
+    made.update(items)
+    return made
 
 
 def check_put(state: Any, path: tuple[Any, ...]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +12,9 @@ import torch
 
 from torchrelay import _torch
 from torchrelay.checkpoint._types import MAX_DEPTH
+from torchrelay.checkpoint.format._kinds import imported_class
 from torchrelay.checkpoint.format._values import decode, encode
-from torchrelay.errors import ArgumentError, MismatchError, UnsupportedError
+from torchrelay.errors import ArgumentError, MismatchError, UnsupportedError, describe
 
 __all__ = ["SUBCLASS", "Subclass", "block_of", "joined", "parts_of"]
 
@@ -106,8 +107,7 @@ def parts_of(key: str, tensor: torch.Tensor) -> dict[str, Any] | None:
         parts = _torch.parts_of(tensor) if sharding == "plain" and not tensor.is_nested else None
     except Exception as error:
         raise ArgumentError(
-            f"{key}: __tensor_flatten__() of {type(tensor).__name__} raised "
-            f"{type(error).__name__}: {error}"
+            f"{key}: __tensor_flatten__() of {type(tensor).__name__} raised {describe(error)}"
         ) from error
     if parts is None:
         return None
@@ -157,6 +157,7 @@ def joined(
         UnsupportedError: the checkpoint does not have all that the class needs.
     """
     saved = parts[SUBCLASS]
+    kind: Any
     tensors = {name: part for name, part in parts.items() if name != SUBCLASS}
     name = saved["class"] if isinstance(saved, dict) else ""
     if name == _DTENSOR:
@@ -164,23 +165,17 @@ def joined(
     if fresh is not None:
         found = _torch.parts_of(fresh)
         context = None if found is None else found[1]
-        return _unflattened(type(fresh), tensors, context, fresh.shape, fresh.stride())
-    if "context" not in saved or "shape" not in saved:
+        kind, shape, stride = type(fresh), fresh.shape, fresh.stride()
+    elif "context" in saved and "shape" in saved:
+        context = decode(key, saved["context"])
+        kind, shape, stride = _class(key, name), torch.Size(saved["shape"]), saved["stride"]
+    else:
         raise UnsupportedError(
             f"{key}: the checkpoint does not have all that a {name} is made of; make the state "
             "before load(), for an optimizer by a step or by get_state_dict() of "
             "torch.distributed.checkpoint.state_dict"
         )
-    context = decode(key, saved["context"])
-    return _unflattened(_class(key, name), tensors, context, saved["shape"], saved["stride"])
-
-
-def _unflattened(
-    kind: Any, tensors: dict[str, Any], context: Any, shape: Sequence[int], stride: Sequence[int]
-) -> torch.Tensor:
-    made: torch.Tensor = kind.__tensor_unflatten__(
-        tensors, context, torch.Size(shape), tuple(stride)
-    )
+    made: torch.Tensor = kind.__tensor_unflatten__(tensors, context, shape, tuple(stride))
     return made
 
 
@@ -190,18 +185,11 @@ def _class(key: str, name: str) -> type[torch.Tensor]:
     Raises:
         MismatchError: there is none.
     """
-    module = name
-    found: Any = None
-    while "." in module and found is None:
+    module = name.rpartition(".")[0]
+    while "." in module and module not in sys.modules:
         module = module.rpartition(".")[0]
-        found = sys.modules.get(module)
-    for part in name.removeprefix(f"{module}.").split("."):
-        found = vars(found).get(part) if hasattr(found, "__dict__") else None
-    if (
-        isinstance(found, type)
-        and issubclass(found, torch.Tensor)
-        and hasattr(found, "__tensor_unflatten__")
-    ):
+    found = imported_class(module, name.removeprefix(f"{module}."))
+    if found and issubclass(found, torch.Tensor) and hasattr(found, "__tensor_unflatten__"):
         return found
     raise MismatchError(
         f"{key}: the tensor is a {name}, a class that is not imported here; import it before load()"

@@ -9,7 +9,6 @@ import re
 import time
 from collections import defaultdict
 from collections.abc import Collection, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -17,6 +16,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar, overload
 
+from torchrelay.checkpoint._tasks import in_threads
 from torchrelay.checkpoint._types import MANIFEST, check_count
 from torchrelay.checkpoint.format._manifest import (
     Head,
@@ -101,6 +101,8 @@ class Keep:
 
 def open_folder(path: Path) -> Folder:
     """Return the checkpoint folder at ``path``, which need not exist."""
+    if isinstance(path, MemoryFolder):
+        return path
     local, text = local_path(path), text_of(path)
     if local is not None:
         return LocalFolder(local)
@@ -270,9 +272,8 @@ def heads_in(parent: Path, known: Mapping[str, Head] = _NONE) -> dict[str, Head]
     def head(path: str) -> Head | None:
         return known[path] if path in known else head_at(partial(open_folder, path))
 
-    with ThreadPoolExecutor(_REQUESTS, "torchrelay-checkpoint") as pool:
-        heads = pool.map(head, paths)
-        return {path: head for path, head in zip(paths, heads, strict=True) if head is not None}
+    heads = zip(paths, in_threads(head, paths, _REQUESTS), strict=True)
+    return {path: head for path, head in heads if head is not None}
 
 
 def _newest_first(heads: dict[str, Head]) -> list[str]:

@@ -8,6 +8,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from typing import Protocol, TypeVar
 
+import numpy as np
+
+from torchrelay import _native
+from torchrelay.checkpoint._tasks import memory_at
 from torchrelay.checkpoint._types import Sizes
 from torchrelay.errors import ArgumentError, CorruptionError, StorageError, TorchRelayError
 
@@ -93,12 +97,25 @@ class Folder(Protocol):
             StorageError: it cannot be read.
         """
 
-    def checksums(self, name: str, starts: Sizes, sizes: Sizes) -> bytes:
+    def checksums(self, name: str, starts: Sizes, sizes: Sizes, into: Sizes | None = None) -> bytes:
         """Return the CRC32C of byte ranges, in ascending order, 4 little-endian bytes each. Blocks.
+
+        Args:
+            into: what of these bytes is also copied to memory: ascending rows of starts, sizes and
+                addresses, ``(3, n)``.
 
         Raises:
             As :meth:`read`.
         """
+        first, size_bytes = int(starts[0]), int(starts[-1] + sizes[-1] - starts[0])
+        is_direct = into is not None and into[:2].ravel().tolist() == [first, size_bytes]
+        buffer = np.empty(0 if is_direct else size_bytes, np.uint8)
+        address = int(into[2, 0]) if into is not None and is_direct else buffer.ctypes.data
+        self.read(name, first, memory_at(address, size_bytes))
+        base = np.uint64(address) - starts[:1]  # modulo 2^64, as what is added to it
+        if into is not None and not is_direct:
+            _native.copy_memory(into[2], into[0] + base, into[1])
+        return _native.crc32c_of_memory(starts + base, sizes)
 
     def map(self, name: str, offset: int, size_bytes: int) -> memoryview | None:
         """Return a read-only mapping of bytes of a file; None if it cannot be mapped.

@@ -167,10 +167,10 @@ class LocalFolder:
                 offset, into = offset + count, into[count:]
         self._check_end(name, offset, end)
 
-    def checksums(self, name: str, starts: Sizes, sizes: Sizes) -> bytes:
+    def checksums(self, name: str, starts: Sizes, sizes: Sizes, into: Sizes | None = None) -> bytes:
         where = f"{self.location}/{name} at byte {starts[0]}"
         with self._file(name) as fd, storage_errors(f"reading {where}"):
-            found, end = _native.crc32c_of_file(fd, starts, sizes)
+            found, end = _native.crc32c_of_file(fd, starts, sizes, into)
         self._check_end(name, end, int(starts[-1] + sizes[-1]))
         return found
 

@@ -12,15 +12,12 @@ from __future__ import annotations
 import errno
 import secrets
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from typing import Any
 
-import numpy as np
-
-from torchrelay import _native
-from torchrelay.checkpoint._types import DATA_NAME, MANIFEST, NOTE_NAME, Sizes
+from torchrelay.checkpoint._tasks import in_threads
+from torchrelay.checkpoint._types import DATA_NAME, MANIFEST, NOTE_NAME
 from torchrelay.checkpoint.format._manifest import claims_of, head_at, is_of
 from torchrelay.checkpoint.storage._contract import (
     Folder,
@@ -107,8 +104,7 @@ class _Store:
                 self._fs.rm_file(f"{self._root}/{name}")
 
         with remote_errors(f"removing objects of {self.location}"):
-            with ThreadPoolExecutor(_REQUESTS, "torchrelay-checkpoint") as pool:
-                list(pool.map(remove_object, [name for name in names if name != _MARKER]))
+            in_threads(remove_object, [name for name in names if name != _MARKER], _REQUESTS)
             if _MARKER in names:
                 remove_object(_MARKER)
             with suppress(OSError, NotImplementedError):  # not empty, or the store has no folders
@@ -155,23 +151,16 @@ class RemoteFolder(_Store, Folder):
             return int(self._fs.info(f"{self._root}/{name}")["size"])
 
     def read(self, name: str, offset: int, into: memoryview) -> None:
-        into[:] = self._read(name, offset, offset + len(into))
-
-    def _read(self, name: str, start: int, end: int) -> memoryview:
-        if start == end:
-            return memoryview(b"")
-        where = f"{self.location}/{name}"
-        with self._errors(f"reading {where} at byte {start}"):
-            data = self._fs.cat_file(f"{self._root}/{name}", start=start, end=end)
-        if len(data) != end - start:
+        if not into:
+            return
+        where, end = f"{self.location}/{name}", offset + len(into)
+        with self._errors(f"reading {where} at byte {offset}"):
+            data = self._fs.cat_file(f"{self._root}/{name}", start=offset, end=end)
+        if len(data) != len(into):
             raise CorruptionError(
-                f"{where}: the file ends at byte {start + len(data)}, before it should"
+                f"{where}: the file ends at byte {offset + len(data)}, before it should"
             )
-        return memoryview(data)
-
-    def checksums(self, name: str, starts: Sizes, sizes: Sizes) -> bytes:
-        data = np.frombuffer(self._read(name, int(starts[0]), int(starts[-1] + sizes[-1])), "u1")
-        return _native.crc32c_of_memory(starts - starts[0] + np.uint64(data.ctypes.data), sizes)
+        into[:] = data
 
 
 class _RemoteSink:

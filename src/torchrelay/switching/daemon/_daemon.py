@@ -70,19 +70,18 @@ class Daemon:
         self._draining_until = math.inf
         self._ended: UnavailableError | None = None
         self.failure: UnavailableError | None = None  # an error of the daemon itself, that ended it
-        sizes = cache.size_bytes, cache.granule_bytes
+        sizes = cache.size_bytes, cache.memory.granule_bytes
         self.residency = Residency(self.owner, link, *sizes, self.counts)
         self.owner.on_end = self.residency.close
         self.fleet = Fleet(self.owner, cache, options)
         self.residency.on_dropped = self.fleet.unmap
         self.training = TrainingScheduler(self.fleet)
-        parts = self.queue, self.residency, self.fleet
-        self.catalog = Catalog(self.owner, *parts, link, costs, options)
+        parts = self.residency, self.fleet
+        self.catalog = Catalog(self.owner, self.queue, *parts, link, costs, options)
         shares = Shares(options.slice_s)
-        self.dispatcher = Dispatcher(self.catalog, *parts, shares, self.counts, options)
-        self.generation = SliceScheduler(
-            self.catalog, self.residency, self.fleet, shares, self.counts, options
-        )
+        common = self.catalog, *parts, shares, self.counts, options
+        self.dispatcher = Dispatcher(*common, self.queue)
+        self.generation = SliceScheduler(*common)
         self.catalog.on_failed = self.generation.fail_model
         self.residency.on_arrived = self._on_arrived
         self.residency.on_failed = self._on_copy_failed
@@ -107,7 +106,7 @@ class Daemon:
             self.queue.push(request)
         except TorchRelayError as error:
             self.counts["rejected"] += 1
-            self.dispatcher.fail([request], error)
+            request.fail(error)
 
     def generate(self, sequence: Sequence) -> None:
         """Take a sequence to generate.
@@ -154,13 +153,13 @@ class Daemon:
         if self.is_draining and self._is_drained():
             self._end(UnavailableError("the switcher was closed before it was done"))
             return math.inf
-        running = self.dispatcher.model or self.generation.model
+        running = self._running
         self.catalog.retire(running)
         self.residency.report_dropped()
         self.catalog.build(self._make_way)
         for request, error in self.queue.take_expired():
             self.counts["expired"] += 1
-            self.dispatcher.fail([request], error)
+            request.fail(error)
         if self.fleet.next_check() <= time.monotonic():
             self.fleet.check()
         broken = self.fleet.broken
@@ -182,7 +181,7 @@ class Daemon:
             self.dispatcher.rank(), self.training.pause
         ):
             self.dispatcher.start_next(self.training.pause)
-        if self.dispatcher.run is not None or self.generation.slice is not None:
+        if self._running:
             self._prefetch()
         elif not (self.queue or self.generation.sequences or self.is_draining):
             self.training.start_next()
@@ -191,6 +190,15 @@ class Daemon:
         """Let whatever runs for long end soon, as a worker is needed."""
         self.training.pause()
         self.generation.pause()
+
+    @property
+    def _running(self) -> str:
+        """The model that runs, or ""."""
+        return self.dispatcher.model or self.generation.model
+
+    @property
+    def _is_busy(self) -> bool:
+        return any((self.dispatcher.run, self.training.running, self.generation.run))
 
     def _on_arrived(self, model: str, group: int) -> None:
         self.dispatcher.on_arrived(model, group)
@@ -221,8 +229,7 @@ class Daemon:
         """Copy the model of the next request while the running one computes, if there is space."""
         if self.residency.is_copying:
             return
-        running = self.dispatcher.model or self.generation.model
-        queued = (one.model for one in self.queue if one.model != running)
+        queued = (one.model for one in self.queue if one.model != self._running)
         name = next(queued, "") or self.generation.next_model()
         if not name:
             return
@@ -294,18 +301,16 @@ class Daemon:
     # --- the end
 
     def _is_drained(self) -> bool:
-        runs = self.dispatcher.run, self.training.running, self.generation.slice
-        is_busy = any(runs) or self.queue or self.generation.sequences
+        is_busy = self._is_busy or self.queue or self.generation.sequences
         return not is_busy or time.monotonic() >= self._draining_until
 
     def _end(self, error: UnavailableError) -> None:
         self._ended = error
-        run = self.dispatcher.run
-        is_busy = run is not None or self.training.running is not None
-        is_busy = is_busy or self.generation.slice is not None
+        run, is_busy = self.dispatcher.run, self._is_busy
         self.catalog.fail_all(error)
         self.generation.fail_all(error)
-        self.dispatcher.fail(run.requests if run is not None else [], error)
+        for request in run.requests if run is not None else []:
+            request.fail(error)
         self.training.fail_all(error)
         self.fleet.close(timeout_s=0.0 if is_busy else _EXIT_S)
         self.owner.stop()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
@@ -15,21 +15,19 @@ from typing import Any
 
 import torch
 
-from torchrelay.config import Switching
 from torchrelay.errors import (
     ArgumentError,
     ModelError,
-    SegmentError,
     TorchRelayError,
     UnavailableError,
     from_json,
 )
-from torchrelay.switching.daemon._catalog import Catalog
-from torchrelay.switching.daemon._fleet import Fleet, WorkerProcess
-from torchrelay.switching.daemon._queue import Reply, Request, RequestQueue, new_id
-from torchrelay.switching.daemon._residency import Pinned, Residency
+from torchrelay.switching.daemon._fleet import WorkerProcess
+from torchrelay.switching.daemon._queue import Reply, Request, RequestQueue
+from torchrelay.switching.daemon._residency import Pinned
+from torchrelay.switching.daemon._runs import Run, Runs
 from torchrelay.switching.daemon._served import Served, State
-from torchrelay.switching.daemon._shares import Rank, Shares
+from torchrelay.switching.daemon._shares import Rank
 from torchrelay.switching.models._store import StoredModel
 from torchrelay.switching.worker import _messages
 
@@ -40,42 +38,23 @@ _HISTORY = 100
 
 
 @dataclass(eq=False)
-class RunningBatch:
+class RunningBatch(Run):
     """A request, or a batch of them, on a worker."""
 
-    run_id: int
     requests: list[Request]
-    worker: WorkerProcess
-    served: Served
     copied_bytes: int
-    overlaps: bool  # it runs while later groups are copied, or is profiled as if it did
-    started: float
-    is_building: bool  # the worker still builds the module
-    arrived: dict[int, float] = field(default_factory=dict)  # when a missing group was in place
 
 
 @dataclass(eq=False)
-class Dispatcher:
+class Dispatcher(Runs[RunningBatch]):
     """Runs one request at a time."""
 
     activity = "running"
 
-    catalog: Catalog
     queue: RequestQueue
-    residency: Residency
-    fleet: Fleet
-    shares: Shares
-    counts: Counter[str]
-    options: Switching
     fills_batches: bool = True  # False: nothing more comes to join one
     batch_starts_at: float = math.inf  # the latest for one that waits for more requests
     history: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_HISTORY))
-    run: RunningBatch | None = field(default=None, init=False)  # what runs
-
-    @property
-    def model(self) -> str:
-        """The model of what runs, or ""."""
-        return self.run.served.name if self.run is not None else ""
 
     def rank(self) -> Rank | None:
         """Return the rank of the first request that can run; None if there is none."""
@@ -96,73 +75,41 @@ class Dispatcher:
             batch = self._batch(request, served)
             if not batch:
                 continue
-            worker = self.fleet.idle(request.model)
-            pause_training()
-            if worker is None:
-                return
-            pinned = self.residency.pin(served)
-            if pinned is None:
-                self.residency.cancel_copies(keep=request.model)
+            place = self.place(served, pause_training)
+            if place is None:
                 return
             # What was removed before, cancelled or failed, is not claimed again.
             running = [one for one in batch if self.queue.remove(one) and one.claim()]
-            if running and self._start(running, served, worker, pinned):
+            if running and self._start(running, served, *place):
                 return
             self.residency.arena.release(request.model)
 
-    def fail(self, requests: list[Request], error: TorchRelayError) -> None:
-        """Set the error of each request that has no result and was not cancelled."""
-        for one in requests:
-            one.fail(error)
-
     # --- events
 
-    def on_arrived(self, model: str, group: int) -> None:
-        """Pass on that a group of a model is in place."""
-        if self.run is not None and self.model == model:
-            self.run.arrived[group] = time.monotonic()
-            self.run.worker.send(_messages.GroupCopied(self.run.run_id, group))
-
-    def on_copy_failed(self, model: str, error: Exception) -> None:
-        """Fail the request whose model could not be copied."""
-        if self.run is not None and self.model == model:
-            text = f"copying model {model!r} to the arena failed: {error}"
-            self._fail_run(self.run, SegmentError(text))
-            self.run.worker.send(_messages.Stop(self.run.run_id))
-
-    def on_message(self, worker: WorkerProcess, message: object, _: list[int]) -> None:
+    def on_answer(self, run: RunningBatch, message: object, _: list[int]) -> None:
         """Complete what runs."""
-        if isinstance(message, _messages.Built):  # the module that the run needed
-            self.catalog.note_built(worker, message)
-            assert self.run is not None
-            self.run.is_building = False
-            return
-        run = self._ended()
+        worker = self.end().worker
         worker.last_model = run.served.name
         worker.release()
         is_profile = run.requests[0].is_profile
         if isinstance(message, _messages.Failed):
             self.counts["failed"] += not is_profile and len(run.requests) == 1
-            self._fail_run(run, from_json(message.error, ModelError))
+            self.fail_run(run, from_json(message.error, ModelError))
         elif isinstance(message, _messages.Result):
             try:
                 result = message.profile if is_profile else self._reply(run, message)
             except Exception as error:  # a failure of one request must not end the others
                 text = f"the reply of model {run.served.name!r} could not be read: {error}"
-                self._fail_run(run, UnavailableError(text))
+                self.fail_run(run, UnavailableError(text))
             else:
                 _answer(run.requests, result)
 
-    def on_lost(self, worker: WorkerProcess) -> None:
+    def retry(self, run: RunningBatch) -> None:
         """Run the requests again whose worker has died, or fail them."""
-        run = self._ended()
-        request, is_batch = run.requests[0], len(run.requests) > 1
-        if worker.broke_memory and run.overlaps:
-            # It may have read weights without operators before they arrived.
-            run.served.runs_whole = True
-        elif worker.buffers.current.started == run.run_id and not is_batch:
-            # A worker that dies before it starts the request costs the request no attempt.
-            request.attempts += 1
+        worker, request, is_batch = run.worker, run.requests[0], len(run.requests) > 1
+        # A worker that dies before it starts the request costs the request no attempt.
+        has_started = worker.buffers.current.started == run.run_id
+        request.attempts += has_started and not (run.broke_memory or is_batch)
         can_retry = request.attempts < _MAX_ATTEMPTS and not worker.is_late and not is_batch
         if can_retry and run.served.state is not State.LEAVING and not request.future.done():
             self.counts["retried"] += 1
@@ -170,14 +117,13 @@ class Dispatcher:
         else:
             self.counts["failed"] += not (request.is_profile or is_batch)
             did = f"ran model {request.model!r}; tried {request.attempts} times"
-            self._fail_run(run, worker.loss(did))
-        if run.is_building:
-            self.catalog.note_lost_build(worker, run.served)
+            self.fail_run(run, worker.loss(did))
 
-    def _fail_run(self, run: RunningBatch, error: TorchRelayError) -> None:
+    def fail_run(self, run: RunningBatch, error: TorchRelayError) -> None:
         """Fail what runs; the requests of a batch run again, each alone."""
         if len(run.requests) == 1 or run.served.state is State.LEAVING:
-            self.fail(run.requests, error)
+            for one in run.requests:
+                one.fail(error)
             return
         for one in run.requests:
             if not one.is_alone:  # of two failures of one run, the first counts
@@ -200,26 +146,20 @@ class Dispatcher:
     ) -> bool:
         """Return whether the inputs could be written, so that `requests` run now."""
         self.batch_starts_at = math.inf
-        now, is_profile = time.monotonic(), requests[0].is_profile
+        is_profile = requests[0].is_profile
         is_split = bool(pinned.missing) and len(pinned.offsets) > 1
         overlaps = (is_split or is_profile) and not served.runs_whole
-        run_id, copied_bytes = new_id(), pinned.copied_bytes
-        builds = worker.loaded.get(served.name) != served.key
-        run = RunningBatch(run_id, requests, worker, served, copied_bytes, overlaps, now, builds)
+        run = RunningBatch(worker, served, overlaps, requests, pinned.copied_bytes)
         try:
             written, end = worker.buffers.current.write(_merged_inputs(requests), 0)
         except Exception as error:  # of one request, which must not end the others
             text = f"the inputs of model {served.name!r} could not be read: {error}"
-            self._fail_run(run, ArgumentError(text))
+            self.fail_run(run, ArgumentError(text))
             return False
-        self.run = run
         self.shares.start(served.name)
-        worker.work_for(self, self.options.run_timeout_s)
-        worker.mapped.add(served.name)
-        if builds:
-            self.catalog.send_build(worker, served)
+        self.begin(run)
         message = _messages.Run(
-            run_id,
+            run.run_id,
             served.name,
             pinned.offsets,
             pinned.missing,
@@ -231,13 +171,6 @@ class Dispatcher:
         )
         worker.send(message)
         return True
-
-    def _ended(self) -> RunningBatch:
-        run, self.run = self.run, None
-        assert run is not None
-        self.residency.arena.release(run.served.name)
-        self.shares.charge(run.served.name, time.monotonic() - run.started)
-        return run
 
     def _reply(self, run: RunningBatch, result: _messages.Result) -> Reply:
         first_group = min(run.arrived.values(), default=run.started)

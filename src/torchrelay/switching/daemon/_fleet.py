@@ -222,7 +222,7 @@ class Fleet:
     def _send_parts(self, worker: WorkerProcess, first: int) -> None:
         descriptors: list[int] = []
         try:
-            for part in range(first, min(first + _PARTS_AT_ONCE, self.cache.parts)):
+            for part in range(first, min(first + _PARTS_AT_ONCE, self.cache.memory.parts)):
                 descriptors.append(self.cache.export(part, read_only=True))
             worker.send(_messages.Parts(), descriptors)
         except (OSError, SegmentError) as error:

@@ -10,6 +10,8 @@ from concurrent import futures
 from concurrent.futures import Future
 from typing import TypeVar
 
+from torchrelay.errors import OperationTimeoutError
+
 __all__ = ["REPORT_S", "wait_reporting"]
 
 T = TypeVar("T")
@@ -23,7 +25,7 @@ def wait_reporting(future: Future[T], timeout_s: float | None, state: Callable[[
     """Return the result of `future`; meanwhile, log its `state` every few seconds.
 
     Raises:
-        TimeoutError: there is none after `timeout_s`, or it is the result.
+        OperationTimeoutError: there is none after `timeout_s`.
     """
     start = time.monotonic()
     end = math.inf if timeout_s is None else start + timeout_s
@@ -35,5 +37,7 @@ def wait_reporting(future: Future[T], timeout_s: float | None, state: Callable[[
             if future.done():
                 raise
             if left_s <= REPORT_S:
-                raise TimeoutError from None
+                raise OperationTimeoutError(
+                    f"{state()}; it was not done after {timeout_s:g} s"
+                ) from None
             _log.info("%s, after %.0f s", state(), time.monotonic() - start)

@@ -15,7 +15,6 @@ from torchrelay.errors import (
     ArgumentError,
     ModelError,
     NotFoundError,
-    OperationTimeoutError,
     StorageError,
     from_json,
 )
@@ -66,19 +65,11 @@ class TrainingHandle:
             OperationTimeoutError: it is not done after `timeout_s`.
             PeerLostError: its worker died again and again at the same step.
         """
-        try:
-            return wait_reporting(
-                self._future,
-                timeout_s,
-                lambda: f"training task {self.name!r}: at step {self.step} of {self.steps}",
-            )
-        except TimeoutError as error:
-            if self.done:
-                raise
-            raise OperationTimeoutError(
-                f"training task {self.name!r} is at step {self.step} of {self.steps} after "
-                f"{timeout_s} s"
-            ) from error
+        return wait_reporting(
+            self._future,
+            timeout_s,
+            lambda: f"training task {self.name!r}: at step {self.step} of {self.steps}",
+        )
 
     def state(self) -> dict[str, Any] | None:
         """Return the task's last saved `state_dict()`, also after an error; None if there is none:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from torchrelay.errors import ArgumentError, CapacityError
+from torchrelay.errors import CapacityError
 from torchrelay.switching.device._contract import ALIGNMENT_BYTES, align
 
 __all__ = ["Arena", "ArenaBlock", "Placement"]
@@ -127,14 +127,8 @@ class Arena:
         self._tenants[model].ready.add(group)
 
     def release(self, model: str) -> None:
-        """Undo one pin. A model that is unpinned with groups that were never filled loses those.
-
-        Raises:
-            ArgumentError: the model is not pinned.
-        """
-        tenant = self._tenants.get(model)
-        if tenant is None or tenant.pins == 0:
-            raise ArgumentError(f"model {model!r} is not pinned")
+        """Undo one pin. A model that is unpinned with groups that were never filled loses those."""
+        tenant = self._tenants[model]
         tenant.pins -= 1
         self._touch(tenant)
         if tenant.pins == 0:
@@ -189,13 +183,7 @@ class Arena:
             self.release(name)
 
     def evict(self, model: str) -> None:
-        """Free every group of `model`, if it has any.
-
-        Raises:
-            ArgumentError: the model is pinned.
-        """
-        if self.is_pinned(model):
-            raise ArgumentError(f"model {model!r} is in use and cannot be evicted")
+        """Free every group of `model`, which is not pinned, if it has any."""
         tenant = self._tenants.pop(model, None)
         if tenant is not None:
             self.dropped += [(model, group) for group in tenant.blocks]

@@ -17,6 +17,7 @@ import torch
 from torchrelay._helper import Channel
 from torchrelay._platform import need_core, user_at_other_end
 from torchrelay._resource import Resource
+from torchrelay.buffers import check_place
 from torchrelay.errors import (
     ArgumentError,
     CapacityError,
@@ -24,7 +25,7 @@ from torchrelay.errors import (
     PeerLostError,
     ProtocolError,
 )
-from torchrelay.switching.device._contract import ALIGNMENT_BYTES, AddressRange, DeviceMemory, align
+from torchrelay.switching.device._contract import ALIGNMENT_BYTES, DeviceMemory, align
 from torchrelay.switching.device._host import HostMemory
 from torchrelay.switching.models._layout import layout_of
 
@@ -59,7 +60,7 @@ class SharedCache(Resource):
             device: "cpu", "cuda[:index]", or "auto": CUDA if this machine has a device, else the
                 CPU.
             max_parts: on CUDA, how many allocations it may consist of. A part is the least that
-                :meth:`reserve` maps; :meth:`send` takes a cache of one.
+                is mapped by itself; :meth:`send` takes a cache of one.
 
         CUDA rounds the size up to its granule of 2 MiB.
 
@@ -74,11 +75,9 @@ class SharedCache(Resource):
         device = _device(device)
         if device.type == "cpu":
             return cls(HostMemory.allocate(size_bytes))
-        if device.type == "cuda":
-            from torchrelay.switching.device._cuda import CudaMemory  # noqa: PLC0415 - needs the [cuda] extra
+        from torchrelay.switching.device._cuda import CudaMemory  # noqa: PLC0415 - needs the [cuda] extra
 
-            return cls(CudaMemory.allocate(size_bytes, device, max_parts))
-        raise ArgumentError(f"device = {device}: the choices are auto, cpu and cuda[:index]")
+        return cls(CudaMemory.allocate(size_bytes, device, max_parts))
 
     @classmethod
     def recv(cls, address: str | Path, *, timeout_s: float = 60.0) -> SharedCache:
@@ -125,7 +124,7 @@ class SharedCache(Resource):
         return {
             "device": str(self.device),
             "size_bytes": self.size_bytes,
-            "parts": self.parts,
+            "parts": self.memory.parts,
             "read_only": read_only or self.read_only,
         }
 
@@ -133,7 +132,7 @@ class SharedCache(Resource):
         """Return a new descriptor of a part of the memory, for a child process; the caller closes
         it.
         """
-        return self._mapped().export(part, read_only=read_only or self.read_only)
+        return self.memory.export(part, read_only=read_only or self.read_only)
 
     def send(
         self, address: str | Path, *, read_only: bool = False, timeout_s: float = 60.0
@@ -165,37 +164,10 @@ class SharedCache(Resource):
         Raises:
             ArgumentError: it does not fit, or `offset_bytes` is not a multiple of the item size.
         """
+        check_place(shape, dtype, offset_bytes, self.size_bytes, "a shared cache")
         size_bytes = math.prod(shape) * dtype.itemsize
-        if (
-            offset_bytes < 0
-            or offset_bytes % dtype.itemsize
-            or offset_bytes + size_bytes > self.size_bytes
-        ):
-            raise ArgumentError(
-                f"a {dtype} tensor of shape {tuple(shape)} at offset {offset_bytes} does not fit "
-                f"a shared cache of {self.size_bytes} bytes"
-            )
-        data = self._mapped().tensor().narrow(0, offset_bytes, size_bytes)
+        data = self.memory.tensor().narrow(0, offset_bytes, size_bytes)
         return data.view(dtype).view(tuple(shape))
-
-    @property
-    def parts(self) -> int:
-        """How many descriptors another process needs."""
-        return self._mapped().parts
-
-    @property
-    def granule_bytes(self) -> int:
-        """The unit of what :meth:`reserve` maps."""
-        return self._mapped().granule_bytes
-
-    def reserve(self, size_bytes: int) -> AddressRange:
-        """Return addresses that this process has not used before, and never uses for anything else,
-        behind which parts of the memory can be mapped.
-
-        Raises:
-            SegmentError: there are none left.
-        """
-        return self._mapped().reserve(size_bytes)
 
     def insert_for_parameter(self, size_bytes: int = 1 << 30, offset_bytes: int = 0) -> Region:
         """Return a region of `size_bytes` from `offset_bytes` for parameters.
@@ -229,7 +201,9 @@ class SharedCache(Resource):
         self.clear()
         self._memory = None
 
-    def _mapped(self) -> DeviceMemory:
+    @property
+    def memory(self) -> DeviceMemory:
+        """This process's mapping."""
         if self._memory is None:
             raise ArgumentError("the shared cache is closed")
         return self._memory
@@ -313,12 +287,11 @@ class Region:
 def _device(name: str | torch.device) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        return torch.device(name)
-    except RuntimeError:
-        raise ArgumentError(
-            f"device = {name!r}: the choices are auto, cpu and cuda[:index]"
-        ) from None
+    with contextlib.suppress(RuntimeError):
+        device = torch.device(name)
+        if device.type in ("cpu", "cuda"):
+            return device
+    raise ArgumentError(f"device = {name}: the choices are auto, cpu and cuda[:index]")
 
 
 # --- file descriptors, passed between processes of one user over a Unix socket

@@ -4,7 +4,7 @@ or several in rows, and in stashes, which are memory of the host that outlives a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -21,6 +21,7 @@ from torchrelay.switching.generate._messages import KvShape, LayerShape, TensorS
 __all__ = [
     "Stash",
     "check_cache",
+    "given_to",
     "has_columns",
     "is_recurrent",
     "new_cache",
@@ -44,6 +45,14 @@ _reader = ThreadPoolExecutor(1, "torchrelay-stash")  # its thread starts with th
 def new_cache(config: Any) -> Any:
     """Return an empty cache for a model of `config`."""
     return DynamicCache(config=config)
+
+
+def given_to(taken: Container[str], ids: torch.Tensor, cache: Any) -> dict[str, Any]:
+    """Return the arguments of a call that adds the tokens `ids` to `cache`, to a model whose
+    arguments have the names `taken`.
+    """
+    name = "cache" if "cache" in taken else "past_key_values"  # until transformers 5.23
+    return {"input_ids": ids, "use_cache": True, name: cache}
 
 
 def check_cache(config: Any) -> None:

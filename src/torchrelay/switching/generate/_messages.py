@@ -155,14 +155,11 @@ class Stashed(NamedTuple):
 class Stepped(NamedTuple):
     """The tokens of one step, and what has been stashed since the last."""
 
-    request_id: int
     emitted: list[Emitted]
     stashed: list[Stashed]
-    computed: int  # tokens that went through the model
 
 
 class SliceEnded(NamedTuple):
     """The slice is over, and its sequences are stashed."""
 
-    request_id: int
     stashed: list[Stashed]

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import inspect
 import json
 import math
-from dataclasses import dataclass, field
+from collections.abc import Container
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from torchrelay import _torch
 from torchrelay.deferred import materialize_module
 from torchrelay.errors import ArgumentError, StorageError, UnavailableError, UnsupportedError
 from torchrelay.switching.generate._text import Tokenizer
@@ -21,6 +26,7 @@ __all__ = [
     "build",
     "generating",
     "language_model_of",
+    "need_transformers",
     "snapshot_config",
 ]
 
@@ -73,19 +79,7 @@ class Generating:
     max_context: int
     vocabulary: int
     eos: tuple[int, ...]
-    tokenizer: Tokenizer | None = field(default=None)
-
-    def text(self, name: str) -> Tokenizer:
-        """Return the tokenizer of model `name`.
-
-        Raises:
-            UnsupportedError: it has none.
-        """
-        if self.tokenizer is None:
-            raise UnsupportedError(
-                f"model {name!r} has no tokenizer: pass a list of token ids as the prompt"
-            )
-        return self.tokenizer
+    tokenizer: Tokenizer | None = None
 
 
 def build(config: dict[str, Any]) -> torch.nn.Module:
@@ -97,6 +91,16 @@ def build(config: dict[str, Any]) -> torch.nn.Module:
     return made
 
 
+def need_transformers(what: str) -> None:
+    """Raise :class:`UnavailableError` if the `[generate]` extra is missing."""
+    try:
+        import transformers  # noqa: F401, PLC0415 - an extra
+    except ImportError as error:
+        raise UnavailableError(
+            f"{what} need the extra [generate]: pip install transformers ({error})"
+        ) from error
+
+
 def snapshot_config(folder: Path) -> dict[str, Any]:
     """Return the `config.json` of a Hugging Face snapshot.
 
@@ -105,10 +109,11 @@ def snapshot_config(folder: Path) -> dict[str, Any]:
         UnsupportedError: its model brings code of its own.
     """
     try:
-        config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+        text = (folder / "config.json").read_text()
+        config: dict[str, Any] = json.loads(text, object_hook=_number)
         if not isinstance(config, dict):
             raise ValueError("its config.json is no JSON object")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise StorageError(
             f"{folder} is no snapshot of a model: {error}; name a folder with config.json, the "
             "tokenizer and .safetensors files"
@@ -119,6 +124,11 @@ def snapshot_config(folder: Path) -> dict[str, Any]:
             "factory that builds it"
         )
     return config
+
+
+def _number(read: dict[str, Any]) -> Any:
+    """Return the number that transformers writes so, as JSON has none."""
+    return float(read["__float__"]) if [*read] == ["__float__"] else read
 
 
 def language_model_of(folder: Path, seed: int) -> tuple[Factory, torch.nn.Module]:
@@ -145,22 +155,35 @@ def generating(
         UnavailableError: the `[generate]` extra is missing.
         UnsupportedError: it is no language model of transformers that can be switched.
     """
-    try:
-        from transformers import PreTrainedModel  # noqa: PLC0415 - an extra
+    need_transformers("models that generate")
+    from transformers import PreTrainedModel  # noqa: PLC0415 - an extra
 
-        from torchrelay.switching.generate._kv import check_cache  # noqa: PLC0415
-    except ImportError as error:
-        raise UnavailableError(
-            f"models that generate need the extra [generate]: pip install transformers ({error})"
-        ) from error
+    from torchrelay.switching.generate._kv import (  # noqa: PLC0415
+        check_cache,
+        is_recurrent,
+        new_cache,
+    )
+
     if not isinstance(module, PreTrainedModel) or not module.can_generate():
         raise UnsupportedError(
             f"model {name!r} is a {type(module).__name__}; only causal language models of "
             "transformers generate"
         )
     check_cache(module.config)
+    taken = inspect.signature(type(module).forward).parameters
+    has_states_elsewhere = module._is_stateful and not is_recurrent(new_cache(module.config))
+    if has_states_elsewhere or not {"cache", "past_key_values"} & taken.keys():
+        raise UnsupportedError(
+            f"model {name!r} is a {type(module).__name__}, which keeps what it needs of a sequence "
+            "elsewhere than in transformers' cache, so it cannot be switched between tokens; serve "
+            "it in a program of its own"
+        )
+    _check_states(module, taken)
     text = module.config.get_text_config(decoder=True)
-    positions = int(getattr(text, "max_position_embeddings", 0) or 0)
+    positions = max(0, int(getattr(text, "max_position_embeddings", 0) or 0))
+    if positions and "position_ids" not in taken:
+        # It counts them itself, those that fill a batch's shorter rows included.
+        options = dataclasses.replace(options, max_batch_size=1)
     max_context = options.max_context or positions or 4096
     if positions and max_context > positions:
         raise ArgumentError(
@@ -176,11 +199,32 @@ def generating(
     return Generating(options, max_context, int(text.vocab_size), tokens, tokenizer)
 
 
+def _check_states(module: Any, taken: Container[str]) -> None:
+    """Raise :class:`UnsupportedError` if a run without values shows that a model with states does
+    not leave them in the cache. `taken` are the names of its arguments.
+    """
+    from torchrelay.switching.generate._kv import given_to, new_cache, shape_of  # noqa: PLC0415
+
+    if not module._is_stateful:
+        return
+    cache = new_cache(module.config)
+    ids = torch.zeros(1, 2, dtype=torch.int64, device=module.device)
+    tensors = {id(one): one for one in (*module.parameters(), *module.buffers())}
+    try:
+        module = copy.deepcopy(module, tensors)  # it may keep what it computes
+        with torch.no_grad(), _torch.without_values():
+            module(**given_to(taken, ids, cache))
+    except Exception:  # it needs values
+        return
+    shape_of(cache, 1)
+
+
 def _eos_of(folder: Path, default: Any) -> Any:
     """Return what the snapshot's `generation_config.json` says of the tokens that end a text."""
-    from transformers import GenerationConfig  # noqa: PLC0415 - an extra
-
+    file = folder / "generation_config.json"
     try:
-        return GenerationConfig.from_pretrained(folder).eos_token_id or default
-    except OSError:  # there is none
+        return json.loads(file.read_text()).get("eos_token_id") or default
+    except FileNotFoundError:
         return default
+    except (OSError, ValueError, AttributeError) as error:
+        raise StorageError(f"{file} cannot be read: {error}") from error

@@ -26,12 +26,11 @@ def ids_of(model: StoredModel, prompt: str | Sequence[int]) -> tuple[int, ...]:
     """Return the tokens of `prompt`.
 
     Raises:
-        ArgumentError: it is neither a text nor tokens.
+        ArgumentError: it is neither a text nor tokens, or the model does not generate.
         UnsupportedError: it is a text, and the model has no tokenizer.
     """
     if isinstance(prompt, str):
-        known = model.generating
-        return tuple(() if known is None else known.text(model.name).encode(prompt))
+        return tuple(model.tokenizer.encode(prompt))
     try:
         return tuple(one.__index__() for one in prompt)
     except (TypeError, AttributeError) as error:
@@ -54,13 +53,10 @@ def text_after(model: StoredModel, stop: Sequence[str] = ()) -> TextStream:
         ArgumentError: `stop` is no list of texts.
         UnsupportedError: there are such texts, and the model has no tokenizer.
     """
-    known = model.generating
     is_list = isinstance(stop, Iterable) and not isinstance(stop, str)
     if not (is_list and all(isinstance(one, str) and one for one in stop)):
         raise ArgumentError(f"stop={stop!r}: it must be a list of texts, none of them empty")
-    if stop and known is not None:
-        known.text(model.name)
-    return TextStream(None if known is None else known.tokenizer, stop)
+    return TextStream(model.tokenizer if stop else model.language.tokenizer, stop)
 
 
 def sampling_of(
@@ -78,11 +74,11 @@ def sampling_of(
     """Return how the tokens after so many of a prompt are chosen.
 
     Raises:
-        ArgumentError: a value is out of bounds.
+        ArgumentError: a value is out of bounds, or the model does not generate.
     """
-    known = model.generating
+    known = model.language
     if max_tokens is None:  # where there is room for none, the sequence is refused
-        max_tokens = 1 if known is None else max(1, known.max_context - prompt_tokens)
+        max_tokens = max(1, known.max_context - prompt_tokens)
     whole, least_p = numbers.Integral, math.ulp(0.0)
     limits: list[tuple[str, Any, Any, float, float, str]] = [
         ("max_tokens", max_tokens, whole, 1, math.inf, "at least 1"),
@@ -96,6 +92,5 @@ def sampling_of(
         if not (isinstance(value, kind) and least <= value <= most):
             of = "an integer, " if kind is whole and not isinstance(value, kind) else ""
             raise ArgumentError(f"{name}={value!r}: it must be {of}{bounds}")
-    eos = () if known is None or ignore_eos else known.eos
-    alternatives = -1 if logprobs is None else logprobs
-    return Sampling(max_tokens, temperature, top_p, top_k, seed, eos, alternatives)
+    eos, alternatives = () if ignore_eos else known.eos, -1 if logprobs is None else logprobs
+    return Sampling(max_tokens, float(temperature), float(top_p), top_k, seed, eos, alternatives)

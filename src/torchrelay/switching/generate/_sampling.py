@@ -40,13 +40,14 @@ def _drawn(logits: torch.Tensor, sampling: Sampling, index: int) -> int:
         TopPLogitsWarper,
     )
 
-    scores, nothing = logits[None], torch.empty(0, dtype=torch.int64)
+    # Nothing but what is unlikely overflows, however low the temperature is.
+    scores, nothing = (logits - logits.max()).double()[None], torch.empty(0, dtype=torch.int64)
     scores = TemperatureLogitsWarper(sampling.temperature)(nothing, scores)
     if sampling.top_k:
         scores = TopKLogitsWarper(sampling.top_k)(nothing, scores)
     if sampling.top_p < 1.0:
         scores = TopPLogitsWarper(sampling.top_p)(nothing, scores)
-    ends = scores[0].double().softmax(-1).cumsum(-1)
+    ends = scores[0].softmax(-1).cumsum(-1)
     drawn = random.Random(f"{sampling.seed} {index}").random() * float(ends[-1])
     point = torch.tensor(drawn, dtype=ends.dtype, device=ends.device)
     return int(torch.searchsorted(ends, point, right=True))

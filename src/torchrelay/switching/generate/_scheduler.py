@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from torchrelay.config import Switching
-from torchrelay.errors import ModelError, OverloadedError, SegmentError, TorchRelayError, from_json
-from torchrelay.switching.daemon._catalog import Catalog
+from torchrelay.errors import ModelError, OverloadedError, TorchRelayError, from_json
 from torchrelay.switching.daemon._descriptor import Descriptor
-from torchrelay.switching.daemon._fleet import Fleet, WorkerProcess
-from torchrelay.switching.daemon._queue import new_id
-from torchrelay.switching.daemon._residency import Residency
+from torchrelay.switching.daemon._runs import Run, Runs
 from torchrelay.switching.daemon._served import Served, State
-from torchrelay.switching.daemon._shares import Rank, Shares
+from torchrelay.switching.daemon._shares import Rank
 from torchrelay.switching.generate import _messages as generate
+from torchrelay.switching.generate._models import GenerateOptions
 from torchrelay.switching.generate._sequences import Sequence
 from torchrelay.switching.worker import _messages
 
@@ -28,20 +24,19 @@ _MAX_LOSSES = 1  # workers that may die at the same token
 
 
 @dataclass(eq=False)
-class _Slice:
+class _Slice(Run):
     """Sequences of one model on a worker."""
 
-    run_id: int
-    worker: WorkerProcess
-    served: Served
-    sequences: dict[int, Sequence]
-    overlaps: bool  # it began while groups were missing
-    is_building: bool  # the worker still builds the module
     turn_s: float  # how long it lasts if others wait
+    options: GenerateOptions
+    sequences: dict[int, Sequence] = field(default_factory=dict)
     # Sequences of which tokens are computed again, and how many were there before.
     behind: dict[int, int] = field(default_factory=dict)
-    started: float = field(default_factory=time.monotonic)
     is_paused: bool = False
+
+    @property
+    def weight(self) -> float:
+        return self.options.weight
 
     @property
     def priority(self) -> int:
@@ -59,35 +54,17 @@ class _Slice:
         )
 
 
-class SliceScheduler:
+@dataclass(eq=False)
+class SliceScheduler(Runs[_Slice]):
     """Runs the sequences of one model at a time."""
 
     activity = "generating"
 
-    def __init__(
-        self,
-        catalog: Catalog,
-        residency: Residency,
-        fleet: Fleet,
-        shares: Shares,
-        counts: Counter[str],
-        options: Switching,
-    ) -> None:
-        self.sequences: dict[int, Sequence] = {}  # that have not ended, in the order of arrival
-        self.wakes_at = math.inf  # the end of the slice, if others wait for it
-        self.slice: _Slice | None = None
-        self._catalog = catalog
-        self._residency = residency
-        self._fleet = fleet
-        self._shares = shares
-        self._counts = counts
-        self._options = options
-        self._shapes: dict[str, generate.KvShape] = {}  # of models, once known
-
-    @property
-    def model(self) -> str:
-        """The model of the running slice, or ""."""
-        return self.slice.served.name if self.slice is not None else ""
+    # That have not ended, in the order of arrival.
+    sequences: dict[int, Sequence] = field(default_factory=dict, init=False)
+    wakes_at: float = field(default=math.inf, init=False)  # when the slice ends if others wait
+    # Of models, once known.
+    _shapes: dict[str, generate.KvShape] = field(default_factory=dict, init=False)
 
     def submit(self, sequence: Sequence) -> None:
         """Take a sequence.
@@ -95,7 +72,7 @@ class SliceScheduler:
         Raises:
             OverloadedError: there are too many.
         """
-        if len(self.sequences) >= self._options.queue_limit:
+        if len(self.sequences) >= self.options.queue_limit:
             raise OverloadedError(
                 f"{len(self.sequences)} sequences are there, the limit; try again later"
             )
@@ -124,7 +101,7 @@ class SliceScheduler:
         """
         self.wakes_at = math.inf
         ranks = self._ranks()
-        run = self.slice
+        run = self.run
         if run is not None:
             others = [rank for name, rank in ranks.items() if name != run.served.name]
             others += [] if rival is None else [rival]
@@ -139,14 +116,14 @@ class SliceScheduler:
         name = min(ranks, key=lambda one: ranks[one], default="")
         if not name or (rival is not None and rival <= ranks[name]):
             return True
-        self._start(self._catalog.models[name], make_way)
+        self._start(self.catalog.models[name], make_way)
         return False
 
     def pause(self) -> None:
         """End the running slice after its token."""
-        if self.slice is not None and not self.slice.is_paused:
-            self.slice.is_paused = True
-            self.slice.worker.send(generate.Pause(self.slice.run_id))
+        if self.run is not None and not self.run.is_paused:
+            self.run.is_paused = True
+            self.run.worker.send(generate.Pause(self.run.run_id))
 
     def next_model(self) -> str:
         """Return the model that will run after the present one, or ""."""
@@ -156,27 +133,9 @@ class SliceScheduler:
 
     # --- events
 
-    def on_arrived(self, model: str, group: int) -> None:
-        """Pass on that a group of a model is in place."""
-        if self.slice is not None and self.model == model:
-            self.slice.worker.send(_messages.GroupCopied(self.slice.run_id, group))
-
-    def on_copy_failed(self, model: str, error: Exception) -> None:
-        """Fail the sequences whose model could not be copied."""
-        if self.slice is not None and self.model == model:
-            self.slice.worker.send(_messages.Stop(self.slice.run_id))
-            text = f"copying model {model!r} to the arena failed: {error}"
-            self.fail_model(model, SegmentError(text))
-
-    def on_message(self, worker: WorkerProcess, message: Any, descriptors: list[int]) -> None:
+    def on_answer(self, run: _Slice, message: Any, descriptors: list[int]) -> None:
         """Handle a message of the slice's worker."""
-        run = self.slice
-        assert run is not None
-        worker.due = time.monotonic() + worker.limit_s  # which is for one step
-        if isinstance(message, _messages.Built):
-            self._catalog.note_built(worker, message)
-            run.is_building = False
-            return
+        run.worker.due = time.monotonic() + run.worker.limit_s  # which is for one step
         if isinstance(message, generate.Stepped | generate.SliceEnded):
             self._note_stashed(run, message.stashed, descriptors)
         if isinstance(message, generate.Stepped):
@@ -184,27 +143,27 @@ class SliceScheduler:
                 self._emit(run, one)
             self._fill()
             return
-        self._end_slice(run)
-        worker.last_model = run.served.name
-        worker.release()
+        self.end()
+        run.worker.last_model = run.served.name
+        run.worker.release()
         if isinstance(message, _messages.Failed):
             self._retry(run, from_json(message.error, ModelError))
 
-    def on_lost(self, worker: WorkerProcess) -> None:
+    def end(self) -> _Slice:
+        self.counts["slices"] += 1
+        return super().end()
+
+    def retry(self, run: _Slice) -> None:
         """Continue the sequences elsewhere, each from its stash; fail one that this happens to
         again and again.
         """
-        run = self.slice
-        assert run is not None
-        self._end_slice(run)
-        if worker.broke_memory and run.overlaps:
-            run.served.runs_whole = True  # it may have read weights before they arrived
         for one in run.sequences.values():
             one.losses += 1
-        error = worker.loss(f"generated with model {run.served.name!r}")
-        self._retry(run, error, can_repeat=not worker.is_late)
-        if run.is_building:
-            self._catalog.note_lost_build(worker, run.served)
+        error = run.worker.loss(f"generated with model {run.served.name!r}")
+        self._retry(run, error, can_repeat=not run.worker.is_late)
+
+    def fail_run(self, run: _Slice, error: TorchRelayError) -> None:
+        self.fail_model(run.served.name, error)
 
     # --- slices
 
@@ -213,30 +172,22 @@ class SliceScheduler:
         priorities: dict[str, int] = {}
         for one in self.sequences.values():
             priorities[one.model] = max(one.priority, priorities.get(one.model, one.priority))
-        models = self._catalog.models
+        models = self.catalog.models
         return {
-            name: self._shares.rank(priority, name)
+            name: self.shares.rank(priority, name)
             for name, priority in priorities.items()
-            if name in models and self._catalog.can_run(models[name])
+            if name in models and self.catalog.can_run(models[name])
         }
 
     def _start(self, served: Served, make_way: Callable[[], None]) -> None:
-        worker = self._fleet.idle(served.name)
-        make_way()
-        if worker is None:
+        place = self.place(served, make_way)
+        if place is None:
             return
-        pinned = self._residency.pin(served)
-        if pinned is None:
-            self._residency.cancel_copies(keep=served.name)
-            return
-        turn_s = self._shares.start(served.name)
-        is_new = worker.loaded.get(served.name) != served.key
+        worker, pinned = place
         overlaps = bool(pinned.missing) and not served.runs_whole
-        run = self.slice = _Slice(new_id(), worker, served, {}, overlaps, is_new, turn_s)
-        worker.work_for(self, self._options.run_timeout_s)
-        worker.mapped.add(served.name)
-        if is_new:
-            self._catalog.send_build(worker, served)
+        turn_s = self.shares.start(served.name)
+        run = _Slice(worker, served, overlaps, turn_s, served.model.language.options)
+        self.begin(run)
         chosen = self._chosen(run)
         work = generate.Generate(
             run.run_id,
@@ -250,7 +201,7 @@ class SliceScheduler:
 
     def _fill(self) -> None:
         """Let sequences join the running slice, if there is room."""
-        run = self.slice
+        run = self.run
         if run is None or run.is_paused:
             return
         for one in self._chosen(run):
@@ -259,8 +210,6 @@ class SliceScheduler:
 
     def _chosen(self, run: _Slice) -> list[Sequence]:
         """Return the sequences that can run beside those of the slice."""
-        generating = run.served.model.generating
-        assert generating is not None
         running = list(run.sequences.values())
         waiting = [
             one
@@ -273,8 +222,8 @@ class SliceScheduler:
             is_alone = one.is_alone or any(other.is_alone for other in others)
             if others and (
                 is_alone
-                or len(others) >= generating.options.max_batch_size
-                or not self._fits([*others, one], generating.options.kv_bytes)
+                or len(others) >= run.options.max_batch_size
+                or not self._fits([*others, one], run.options.kv_bytes)
             ):
                 break
             chosen.append(one)
@@ -296,17 +245,8 @@ class SliceScheduler:
         if again:
             run.behind[sequence.sequence_id] = sequence.reached
         sequence.recomputed += again
-        self._counts["recomputed_tokens"] += again
+        self.counts["recomputed_tokens"] += again
         return sequence.state()
-
-    def _end_slice(self, run: _Slice) -> None:
-        self.slice = None
-        self._residency.arena.release(run.served.name)
-        generating = run.served.model.generating
-        assert generating is not None
-        seconds = time.monotonic() - run.started
-        self._shares.charge(run.served.name, seconds, generating.options.weight)
-        self._counts["slices"] += 1
 
     # --- sequences
 
@@ -316,7 +256,7 @@ class SliceScheduler:
         if sequence is None:
             return
         sequence.add(emitted.token)
-        self._counts["tokens"] += 1
+        self.counts["tokens"] += 1
         if emitted.finished:
             self._forget(sequence, is_known=True)
         sequence.on_event(emitted)
@@ -338,7 +278,7 @@ class SliceScheduler:
         taken = sum(one.stash_bytes for one in self.sequences.values())
         waiting = [one for one in self.sequences.values() if one.sequence_id not in run.sequences]
         for one in sorted(waiting, key=lambda one: one.stashed_at):
-            if taken <= self._options.stash_bytes:
+            if taken <= self.options.stash_bytes:
                 return
             if one.stash is not None:
                 taken -= one.stash_bytes
@@ -356,17 +296,17 @@ class SliceScheduler:
                 self._fail(one, error)
             else:
                 one.is_alone = is_batch
-                self._counts["retried"] += 1
+                self.counts["retried"] += 1
 
     def _fail(self, sequence: Sequence, error: TorchRelayError) -> None:
-        self._counts["failed"] += 1
+        self.counts["failed"] += 1
         self._forget(sequence)
         sequence.on_event(error)
 
     def _forget(self, sequence: Sequence, *, is_known: bool = False) -> None:
         """Let a sequence end; the worker of its slice may know already."""
         self.sequences.pop(sequence.sequence_id, None)
-        run = self.slice
+        run = self.run
         ran = run is not None and run.sequences.pop(sequence.sequence_id, None) is not None
         if run is not None and ran and not is_known:
             run.worker.send(generate.Leave(run.run_id, sequence.sequence_id))
@@ -375,14 +315,14 @@ class SliceScheduler:
 
     def _drop_in_workers(self, sequence: Sequence) -> None:
         """Let workers forget what they keep of a sequence that ran there before."""
-        for worker in self._fleet.workers:
-            runs = self.slice is not None and worker is self.slice.worker
+        for worker in self.fleet.workers:
+            runs = self.run is not None and worker is self.run.worker
             if sequence.model in worker.loaded and sequence.slices and not runs:
                 worker.send(generate.Drop([sequence.sequence_id]))
 
     def status(self) -> list[dict[str, Any]]:
         """Return the sequences, as JSON values."""
-        running = {} if self.slice is None else self.slice.sequences
+        running = {} if self.run is None else self.run.sequences
         return [
             {
                 "model": one.model,

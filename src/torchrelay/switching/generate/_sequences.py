@@ -32,7 +32,6 @@ class Sequence:
     on_event: Callable[[Emitted | Exception], object]  # in the owner's thread
     priority: int = 0
     sequence_id: int = field(default_factory=new_id)
-    arrived: float = field(default_factory=time.monotonic)
     tokens: list[int] = field(default_factory=list)  # that were generated
     slices: int = 0  # in which it ran
     recomputed: int = 0  # tokens that went through the model again
@@ -52,11 +51,7 @@ class Sequence:
 
     def check(self, model: StoredModel) -> None:
         """Raise :class:`ArgumentError` unless `model` can continue the prompt."""
-        known = model.generating
-        if known is None:
-            raise ArgumentError(
-                f"model {model.name!r} does not generate; add it with generate=True, or call infer"
-            )
+        known = model.language
         if not self.prompt:
             raise ArgumentError("the prompt is empty: it needs at least one token")
         check_tokens("the prompt", self.prompt, known.vocabulary, model.name)

@@ -95,7 +95,7 @@ class Sequences:
             forward: calls it, and waits for what has not arrived of it.
             receive: returns the next message for the request, or None if there is none.
         """
-        self._work, self._module, self._forward = work, module, forward
+        self._module, self._forward = module, forward
         kept, self._rows = (self._rows if work.model == self._model else {}), {}
         self._model = work.model
         for state in work.sequences:
@@ -111,7 +111,7 @@ class Sequences:
         except BaseException:  # caches of a step that ended midway hold a part of its tokens
             self._rows, self._members, self._joined = {}, [], None
             raise
-        self._channel.send(SliceEnded(work.request_id, stashed), new)
+        self._channel.send(SliceEnded(stashed), new)
 
     def _handle(self, message: Any, descriptors: list[int]) -> bool:
         """Handle a message between steps; return whether the slice is to end."""
@@ -142,10 +142,9 @@ class Sequences:
         """Let a part of one prompt, and one token of each other sequence, go through the model."""
         prefilling = next((row for row in self._rows.values() if row.is_prefilling), None)
         decoding = [row for row in self._rows.values() if not row.is_prefilling]
-        emitted, computed = [], len(decoding)
+        emitted = []
         if prefilling is not None:
             fed = prefilling.following
-            computed += len(fed)
             logits = self._compute(prefilling.cache, [fed], [prefilling.length])
             emitted += self._advance(prefilling, len(fed), logits[0])
         if decoding:
@@ -161,7 +160,7 @@ class Sequences:
             self._separate()
             self.drop(ended)
         stashed, new = self._stash(_STASH_TOKENS)
-        self._channel.send(Stepped(self._work.request_id, emitted, stashed, computed), new)
+        self._channel.send(Stepped(emitted, stashed), new)
 
     def _advance(self, row: _Row, count: int, logits: torch.Tensor) -> list[Emitted]:
         """Note that `count` more tokens are in the cache; choose the next if it is not known."""
@@ -183,16 +182,15 @@ class Sequences:
         """Return the logits after the last of the tokens `fed` to each row of `cache`."""
         ids = torch.tensor(fed, device=self._device)
         names = inspect.signature(type(self._module).forward).parameters
-        given: dict[str, Any] = {"input_ids": ids, "use_cache": True}
-        given["cache" if "cache" in names else "past_key_values"] = cache
+        given = _kv.given_to(names, ids, cache)
         if "logits_to_keep" in names:
             given["logits_to_keep"] = 1
+        counts = torch.tensor(lengths, device=self._device)[:, None]
+        if "position_ids" in names:  # some models count from 0 in each call without them
+            given["position_ids"] = counts + torch.arange(len(fed[0]), device=self._device)
         if len(set(lengths)) > 1 and _kv.has_columns(cache):
             columns = torch.arange(max(lengths) + 1, device=self._device)
-            counts = torch.tensor(lengths, device=self._device)[:, None]
             given["attention_mask"] = (columns >= max(lengths) - counts).long()
-            if "position_ids" in names:
-                given["position_ids"] = counts
         logits: torch.Tensor = self._forward(**given).logits[:, -1]
         return logits
 

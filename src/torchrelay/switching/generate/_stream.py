@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from queue import SimpleQueue
 from typing import NamedTuple
 
+from torchrelay._resource import Resource
 from torchrelay.switching.generate import _sequences
 from torchrelay.switching.generate._messages import Emitted
 from torchrelay.switching.generate._text import TextStream
@@ -22,7 +23,7 @@ class Token(NamedTuple):
     top_logprobs: list[tuple[int, float]]  # of the likeliest tokens, by id
 
 
-class TokenStream(Iterator[Token]):
+class TokenStream(Resource, Iterator[Token]):
     """The tokens of one sequence, as they are generated.
 
     Used by one thread at a time. Closing it, or dropping it, ends the sequence.
@@ -55,13 +56,17 @@ class TokenStream(Iterator[Token]):
         except BaseException:  # Ctrl-C
             self.close()
             raise
+        return self.take(event)
+
+    def take(self, event: Emitted | Exception) -> Token:
+        """Return the token of the next event, or raise its error."""
         if isinstance(event, Exception):
             self.finish_reason = "error"
             raise event
         has_logprobs = self._sequence.sampling.logprobs >= 0
         text = self._text.add(event.token, is_last=bool(event.finished))
         self.finish_reason = event.finished
-        if self._text.is_stopped and not event.finished:
+        if self._text.is_stopped:
             self.close()
             self.finish_reason = "stop"
         return Token(event.token, text, event.logprob if has_logprobs else None, event.top)
@@ -81,12 +86,6 @@ class TokenStream(Iterator[Token]):
         if not self.finish_reason:
             self.finish_reason = "cancelled"
             self._cancel(self._sequence)
-
-    def __enter__(self) -> TokenStream:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def __del__(self) -> None:
         self.close()

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError
 
 from torchrelay.config import Switching
@@ -97,8 +96,8 @@ class Application:
         self.repository = Repository(switcher, store, entries, read_again)
         self._guard = Guard(settings)
         self._logs_access = settings.access_log
-        calls = Endpoints(switcher, self.repository, self.limits, settings.repository_control)
-        texts = OpenAi(switcher, self.repository, self.limits)
+        calls = Endpoints(switcher, self.repository, settings.repository_control)
+        texts = OpenAi(switcher, self.repository)
         routes = _routes(calls, texts)
         described = document(routes)
         shown = page(described)
@@ -118,16 +117,14 @@ class Application:
         """Answer a request."""
         if scope["type"] != "http":
             raise UnsupportedError(f"{scope['type']} is not served")
-        request, start = Request(scope, receive), time.perf_counter()
+        request, start = Request(scope, receive, self.limits), time.perf_counter()
         try:
             try:
                 response = await self._answer(request)
+                self.limits.check_space(len(response.body))
             except Exception as error:
                 response = self._error(request, error)
-            if self.limits.is_full_for(len(response.body)):
-                response = self._error(request, self.limits.overload())
-            self.limits.held_bytes -= request.held_bytes
-            request.held_bytes = 0
+            request.release()
             if self._logs_access:
                 self._log_access(request, response.status, time.perf_counter() - start)
             try:
@@ -137,13 +134,13 @@ class Application:
         except (asyncio.CancelledError, DisconnectedError):
             return  # the client has gone, or the server's last grace has passed
         finally:
-            self.limits.held_bytes -= request.held_bytes
+            request.release()
 
     async def _answer(self, request: Request) -> Response:
         if request.refusal is not None:
             raise request.refusal
         self._guard.check(request)
-        request.check_length(self.limits)
+        request.check_length()
         method, path = request.method, request.path
         for pattern, endpoints in self._routes:
             match = pattern.fullmatch(path)
@@ -163,25 +160,24 @@ class Application:
 
     def _error(self, request: Request, error: Exception) -> Response:
         """Return the response to a request that caused `error`, in the form of its API."""
-        response = self._plain_error(request, error)
-        if request.path.startswith("/v1/"):
-            text = json.loads(response.body)["error"]
-            response.body = json.dumps(error_of(response.status, text, error)).encode()
-        return response
-
-    def _plain_error(self, request: Request, error: Exception) -> Response:
+        headers: Mapping[str, str] = {}
         if isinstance(error, DisconnectedError):
             raise error
-        if isinstance(error, HttpError):
-            return json_of({"error": str(error)}, error.status, error.headers)
         if isinstance(error, CancelledError):
             error = UnavailableError("the server ends")
-        if isinstance(error, TorchRelayError):
-            code = next((code for kind, code in _STATUS.items() if isinstance(error, kind)), 500)
-            headers = {"Retry-After": "1"} if code in (429, 503) else None
-            return json_of({"error": str(error), "type": type(error).__name__}, code, headers)
-        _log.error("%s %s failed", request.method, request.path, exc_info=error)
-        return json_of({"error": f"the server failed: {type(error).__name__}: {error}"}, 500)
+        content = {"error": str(error)}
+        if isinstance(error, HttpError):
+            status, headers = error.status, error.headers
+        elif isinstance(error, TorchRelayError):
+            status = next((code for kind, code in _STATUS.items() if isinstance(error, kind)), 500)
+            headers = {"Retry-After": "1"} if status in (429, 503) else {}
+            content["type"] = type(error).__name__
+        else:
+            _log.error("%s %s failed", request.method, request.path, exc_info=error)
+            status, content = 500, {"error": f"the server failed: {type(error).__name__}: {error}"}
+        if request.path.startswith("/v1/"):
+            content = error_of(status, content["error"], error)
+        return json_of(content, status, headers)
 
     async def _send(self, request: Request, response: Response, send: Send) -> None:
         headers = {

@@ -9,6 +9,7 @@ import math
 import os
 import ssl
 import threading
+import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -16,7 +17,6 @@ from urllib.parse import quote, urlsplit
 
 import torch
 
-from torchrelay import _native
 from torchrelay._resource import Resource
 from torchrelay.errors import (
     ArgumentError,
@@ -35,13 +35,20 @@ from torchrelay.switching.models._tensors import (
     check_tensors,
     decode,
     encode,
-    parse_body,
+    split_body,
 )
 
 __all__ = ["Client"]
 
-_after_fork = threading.Lock()  # for the first calls of a forked process's threads
-os.register_at_fork(after_in_child=_after_fork._at_fork_reinit)  # type: ignore[attr-defined]
+_clients: weakref.WeakSet[Client] = weakref.WeakSet()
+
+
+def _start_again() -> None:
+    for one in [*_clients]:
+        one._start_again()
+
+
+os.register_at_fork(after_in_child=_start_again)
 
 
 class Client(Resource):
@@ -82,7 +89,7 @@ class Client(Resource):
         self._connect = partial(kind, parts.hostname, parts.port, timeout=timeout_s)
         self._connection = self._connect()
         self._lock = threading.Lock()
-        self._origin = _native.Origin()
+        _clients.add(self)
 
     def infer(
         self,
@@ -112,8 +119,8 @@ class Client(Resource):
         path = f"/v2/models/{quote(name, safe='')}/infer"
         headers = {HEADER: str(len(header)), "Content-Type": "application/octet-stream"}
         body, length = self._request("POST", path, b"".join([header, *raw]), headers)
-        answer, rest = parse_body(body, length)
-        return decode(_entries(answer.get("outputs")), rest)
+        text, rest = split_body(body, length)
+        return decode(_entries(bytes(text)), rest)
 
     def models(self) -> dict[str, str]:
         """Return the state ("READY", "LOADING", "UNAVAILABLE") of every model the server knows."""
@@ -139,7 +146,7 @@ class Client(Resource):
 
     def close(self) -> None:
         """Close the connection. Idempotent."""
-        with self._own_lock():
+        with self._lock:
             self._connection.close()
 
     def _json(self, method: str, path: str) -> Any:
@@ -148,7 +155,7 @@ class Client(Resource):
     def _request(
         self, method: str, path: str, body: bytes, headers: dict[str, str]
     ) -> tuple[bytes, str | None]:
-        with self._own_lock(), contextlib.ExitStack() as undo:
+        with self._lock, contextlib.ExitStack() as undo:
             # Until the answer is read, the next call cannot use the connection.
             undo.callback(self._connection.close)
             try:
@@ -167,18 +174,12 @@ class Client(Resource):
             raise _error(response.status, data)
         return data, response.headers.get(HEADER)
 
-    def _own_lock(self) -> threading.Lock:
-        """Return the lock of this process's connection, which is never that of its parent."""
-        if self._origin.is_forked:
-            with _after_fork:
-                if self._origin.is_forked:
-                    # Closing the connection itself might wait for a lock that a thread of the
-                    # parent held.
-                    if self._connection.sock is not None:
-                        os.close(self._connection.sock.detach())
-                    self._connection, self._lock = self._connect(), threading.Lock()
-                    self._origin = _native.Origin()  # last: other threads read it without the lock
-        return self._lock
+    def _start_again(self) -> None:
+        """Leave the connection to the process that this one was forked from."""
+        # Closing the connection itself might wait for a lock that a thread of the parent held.
+        if self._connection.sock is not None:
+            os.close(self._connection.sock.detach())
+        self._connection, self._lock = self._connect(), threading.Lock()
 
     def _response(self, *request: Any) -> http.client.HTTPResponse:
         is_new = self._connection.sock is None
@@ -194,8 +195,8 @@ class Client(Resource):
                 is_new = True
 
 
-def _entries(outputs: object) -> list[TensorEntry]:
-    """Return the tensors that an answer describes."""
+def _entries(text: bytes) -> list[TensorEntry]:
+    """Return the tensors that the JSON of an answer describes."""
     try:
         return [
             TensorEntry(
@@ -205,12 +206,11 @@ def _entries(outputs: object) -> list[TensorEntry]:
                 one.get("data"),
                 (one.get("parameters") or {}).get("binary_data_size"),
             )
-            for one in outputs  # type: ignore[attr-defined]
+            for one in json.loads(text)["outputs"]
         ]
-    except (TypeError, ValueError, KeyError, AttributeError) as error:
+    except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
         raise ProtocolError(
-            f"the server's answer is not of the Open Inference Protocol: its outputs are "
-            f"{str(outputs)[:200]}"
+            f"the server's answer is not of the Open Inference Protocol: {text[:200]!r}"
         ) from error
 
 

@@ -8,7 +8,7 @@ import asyncio
 import time
 from collections import Counter, defaultdict
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import torch
@@ -23,14 +23,15 @@ from torchrelay.errors import (
 )
 from torchrelay.switching._switcher import Switcher
 from torchrelay.switching.daemon._queue import Reply
-from torchrelay.switching.http._messages import HttpError, Limits, Request, Response, json_of
+from torchrelay.switching.http._messages import HttpError, Request, Response, json_of
 from torchrelay.switching.http._metrics import ServerMetrics
-from torchrelay.switching.http._repository import Repository
+from torchrelay.switching.http._repository import Description, Repository
 from torchrelay.switching.http._schema import (
     InferRequest,
     LoadRequest,
     ReadyFilter,
     UnloadRequest,
+    asked_of,
     parse,
 )
 from torchrelay.switching.models._store import naming
@@ -38,8 +39,6 @@ from torchrelay.switching.models._tensors import HEADER, datatype_of, decode, en
 from torchrelay.switching.worker._profile import Output
 
 __all__ = ["Endpoints"]
-
-T = TypeVar("T")
 
 _encode = msgspec.json.Encoder().encode
 _PAGE = Path(__file__).with_name("status.html")
@@ -49,12 +48,9 @@ _EXTENSIONS = ["binary_tensor_data", "model_repository", "statistics", "model_co
 class Endpoints:
     """One method for each path, which returns the response or raises its error."""
 
-    def __init__(
-        self, switcher: Switcher, repository: Repository, limits: Limits, is_controlled: bool
-    ) -> None:
+    def __init__(self, switcher: Switcher, repository: Repository, is_controlled: bool) -> None:
         self._switcher = switcher
         self._repository = repository
-        self._limits = limits
         self._is_controlled = is_controlled
         self._metrics = ServerMetrics(switcher)
         self._statistics: dict[str, _Statistics] = defaultdict(_Statistics)
@@ -82,21 +78,23 @@ class Endpoints:
         is_live = self._switcher.failure is None
         return json_of({"live": is_live}, 200 if is_live else 503)
 
-    async def ready(self, _: Request) -> Response:
+    async def ready(self, request: Request) -> Response:
         """Return status 200 if every loaded model can answer, and the server does not end."""
         names, known = self._switcher.models(), self._repository
         is_used = bool(names) or any(map(known.is_on_request, known.entries))
-        ready = is_used and all(map(self._switcher.is_ready, names)) and not self._limits.is_ending
+        ready = (
+            is_used and all(map(self._switcher.is_ready, names)) and not request.limits.is_ending
+        )
         return json_of({"ready": ready}, 200 if ready else 503)
 
     async def models(self, _: Request) -> Response:
         """Return the names of all models."""
         return json_of({"models": self._repository.names()})
 
-    async def model_ready(self, _: Request, name: str, version: str) -> Response:
+    async def model_ready(self, request: Request, name: str, version: str) -> Response:
         """Return status 200 if the model can answer."""
         self._repository.describe(name, version)
-        ready = self._repository.is_ready(name) and not self._limits.is_ending
+        ready = self._repository.is_ready(name) and not request.limits.is_ending
         return json_of({"name": name, "ready": ready}, 200 if ready else 503)
 
     async def metadata(self, _: Request, name: str, version: str) -> Response:
@@ -104,44 +102,34 @@ class Endpoints:
         if name == "stats" and not version and name not in self._repository.names():
             return self._all_statistics()  # Triton's path for those of every model
         model = self._repository.describe(name, version)
-        return json_of(
-            {
-                "name": name,
-                "versions": [model.version] if model.version else [],
-                "platform": "pytorch_torchrelay",
-                "inputs": [
-                    {"name": one.name, "datatype": datatype_of(one.dtype), "shape": [*one.shape]}
-                    for one in model.inputs
-                ],
-                "outputs": [
-                    {"name": one.name, "datatype": _datatype(one), "shape": [-1] * one.dimensions}
-                    for one in model.outputs
-                ],
-            }
+        inputs, outputs = (
+            [{"name": key, "datatype": kind, "shape": shape} for key, kind, shape in one]
+            for one in _tensors(model)
         )
+        versions = [model.version] if model.version else []
+        about = {"name": name, "versions": versions, "platform": "pytorch_torchrelay"}
+        return json_of({**about, "inputs": inputs, "outputs": outputs})
 
     async def config(self, _: Request, name: str, version: str) -> Response:
         """Return the model's configuration in Triton's form."""
         model = self._repository.describe(name, version)
-        inputs = [(one.name, datatype_of(one.dtype), [*one.shape]) for one in model.inputs]
-        outputs = [(one.name, _datatype(one), [-1] * one.dimensions) for one in model.outputs]
         # With batches, Triton's dims are those of a row.
         first = 1 if model.max_batch_size else 0
-        tensors = [
+        inputs, outputs = (
             [
-                {"name": key, "data_type": f"TYPE_{kind}", "dims": dims[first:]}
-                for key, kind, dims in one
+                {"name": key, "data_type": f"TYPE_{kind}", "dims": shape[first:]}
+                for key, kind, shape in one
             ]
-            for one in (inputs, outputs)
-        ]
+            for one in _tensors(model)
+        )
         return json_of(
             {
                 "name": name,
                 "platform": "pytorch_torchrelay",
                 "backend": "torchrelay",
                 "max_batch_size": model.max_batch_size,
-                "input": tensors[0],
-                "output": tensors[1],
+                "input": inputs,
+                "output": outputs,
             }
         )
 
@@ -151,27 +139,26 @@ class Endpoints:
         return json_of({"model_stats": [self._statistics[name].as_json(name, found)]})
 
     def _all_statistics(self) -> Response:
-        found = []
-        for name in self._repository.names():
-            version = self._repository.describe(name).version if self._is_known(name) else ""
-            found.append(self._statistics[name].as_json(name, version))
+        found = [
+            self._statistics[name].as_json(name, self._version(name))
+            for name in self._repository.names()
+        ]
         return json_of({"model_stats": found})
 
-    def _is_known(self, name: str) -> bool:
+    def _version(self, name: str) -> str:
         try:
-            return bool(self._repository.describe(name))
+            return self._repository.describe(name).version
         except NotFoundError:  # of the file, and not loaded
-            return False
+            return ""
 
     async def infer(self, request: Request, name: str, version: str) -> Response:
         """Run the model on the body's inputs."""
         # First, so that a body for a model that is not there is not read.
         self._repository.describe(name, version)
         started, statistics = time.monotonic(), self._statistics[name]
-        body = await request.body(self._limits)
-        self._repository.started(name)
+        body = await request.body()
         try:
-            with _of_model(name):
+            with self._repository.using(name), _of_model(name):
                 asked, raw = parse(InferRequest, body, request.headers.get(HEADER.lower()))
                 inputs = decode([one.entry for one in asked.inputs], raw)
                 del body, raw  # copied: while the request waits, its inputs are kept once
@@ -187,16 +174,20 @@ class Endpoints:
                 )
                 response = _reply(asked, reply, version)
         except TorchRelayError:
-            statistics.add_failure(time.monotonic() - started)
+            statistics.add(fail=time.monotonic() - started)
             raise
-        finally:
-            self._repository.ended(name)
-        statistics.add(reply, time.monotonic() - started)
+        statistics.last_ms = int(time.time() * 1e3)
+        statistics.add(
+            success=time.monotonic() - started,
+            queue=reply.queue_s,
+            compute_input=reply.switch_s,
+            compute_infer=reply.compute_s,
+        )
         return response
 
     async def index(self, request: Request) -> Response:
         """Return the models and their states."""
-        wants_ready = (await self._asked(request, ReadyFilter)).ready
+        wants_ready = (await asked_of(request, ReadyFilter)).ready
         loaded, repository = self._switcher.models(), self._repository
         models = []
         for name in repository.names():
@@ -207,22 +198,21 @@ class Endpoints:
             if name not in loaded and repository.is_on_request(name):
                 reason = "is loaded at its first request"
             if is_ready or not wants_ready:
-                version = repository.describe(name).version if self._is_known(name) else ""
-                entry = {"name": name, "version": version, "state": state}
+                entry = {"name": name, "version": self._version(name), "state": state}
                 models.append({**entry, "reason": reason})
         return json_of(models)
 
     async def load(self, request: Request, name: str) -> Response:
         """Load or reload a model of the models file; parameters are refused."""
         self._check_control()
-        await self._asked(request, LoadRequest)
+        await asked_of(request, LoadRequest)
         await asyncio.shield(asyncio.wrap_future(self._repository.load(name)))
         return json_of({})
 
     async def unload(self, request: Request, name: str) -> Response:
         """Unload a model of the models file."""
         self._check_control()
-        await self._asked(request, UnloadRequest)
+        await asked_of(request, UnloadRequest)
         self._repository.unload(name)
         return json_of({})
 
@@ -233,10 +223,6 @@ class Endpoints:
                 "clients may not load or unload models; start the server with --repository-control",
             )
 
-    async def _asked(self, request: Request, kind: type[T]) -> T:
-        """Return the JSON object of a body that may be empty."""
-        return parse(kind, await request.body(self._limits) or b"{}", None)[0]
-
 
 class _Statistics:
     """What Triton's statistics extension reports of one model, in ns."""
@@ -246,17 +232,10 @@ class _Statistics:
         self.counts: Counter[str] = Counter()
         self.ns: Counter[str] = Counter()
 
-    def add(self, reply: Reply, seconds: float) -> None:
-        self.last_ms = int(time.time() * 1e3)
-        parts = {"queue": reply.queue_s, "compute_infer": reply.compute_s}
-        parts |= {"compute_input": reply.switch_s, "success": seconds}
-        for part, part_s in parts.items():
+    def add(self, **seconds: float) -> None:
+        for part, part_s in seconds.items():
             self.counts[part] += 1
             self.ns[part] += int(part_s * 1e9)
-
-    def add_failure(self, seconds: float) -> None:
-        self.counts["fail"] += 1
-        self.ns["fail"] += int(seconds * 1e9)
 
     def as_json(self, name: str, version: str) -> dict[str, Any]:
         kinds = ["success", "fail", "queue", "compute_input", "compute_infer", "compute_output"]
@@ -326,6 +305,14 @@ def _outputs(asked: InferRequest, reply: Reply) -> tuple[dict[str, torch.Tensor]
         if is_binary if wants is None else wants:
             binary.add(one.name)
     return outputs, binary
+
+
+def _tensors(model: Description) -> list[list[tuple[str, str, list[int]]]]:
+    """Return the name, the datatype and the shape of the inputs, and of the outputs."""
+    return [
+        [(one.name, datatype_of(one.dtype), [*one.shape]) for one in model.inputs],
+        [(one.name, _datatype(one), [-1] * one.dimensions) for one in model.outputs],
+    ]
 
 
 def _datatype(output: Output) -> str:

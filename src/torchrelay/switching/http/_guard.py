@@ -7,8 +7,7 @@ import functools
 import hmac
 import ipaddress
 import socket
-from typing import NamedTuple
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import urlsplit
 
 from torchrelay.config import Switching
 from torchrelay.switching.http._messages import HttpError, Request
@@ -18,18 +17,7 @@ __all__ = ["Guard"]
 _BODY_TYPES = ("application/json", "application/octet-stream")
 _PORTS = {"http": 80, "https": 443}
 _PREFLIGHT_S = 600
-
-
-class _Head(NamedTuple):
-    """What the checks read of a request."""
-
-    method: str
-    is_health: bool
-    host: str
-    forwarded_host: str
-    origin: str
-    content_type: str
-    authorization: str
+_CHECKED = ("host", "x-forwarded-host", "origin", "content-type", "authorization")
 
 
 class Guard:
@@ -53,17 +41,9 @@ class Guard:
         hosts = request.count(b"host")
         if hosts > 1 or (hosts == 0 and not request.is_old):
             raise HttpError(400, f"the request has {hosts or 'no'} Host headers; send one")
-        get = request.headers.get
-        head = _Head(
-            request.method,
-            request.path.startswith(("/v2/health/", "/health")),
-            get("host", ""),
-            get("x-forwarded-host", ""),
-            get("origin", ""),
-            get("content-type", ""),
-            get("authorization", ""),
-        )
-        problem = self._problem(head)
+        is_health = request.path.startswith(("/v2/health/", "/health"))
+        fields = (request.headers.get(name, "") for name in _CHECKED)
+        problem = self._problem(request.method, is_health, *fields)
         if problem is not None:
             asks_key = {"WWW-Authenticate": 'Basic realm="torchrelay"'}  # a browser then does
             raise HttpError(*problem, asks_key if problem[0] == 401 else None)
@@ -88,24 +68,35 @@ class Guard:
             }
         return headers
 
-    def _checked(self, head: _Head) -> tuple[int, str] | None:
+    def _checked(
+        self,
+        method: str,
+        is_health: bool,
+        host: str,
+        forwarded_host: str,
+        origin: str,
+        content_type: str,
+        authorization: str,
+    ) -> tuple[int, str] | None:
         """Return the status and the error of a request that is refused."""
-        if not self._is_ours(head.host):
+        if not self._is_ours(host):
             return 421, (
-                f"this server is not addressed as {head.host!r}; name the host in "
+                f"this server is not addressed as {host!r}; name the host in "
                 "TORCHRELAY_SWITCHING_ALLOWED_HOSTS or [server] allowed_hosts"
             )
-        if head.origin and not self._is_same(head) and not self._is_allowed(head.origin):
+        # A page elsewhere cannot add X-Forwarded-Host without having asked by OPTIONS.
+        is_same = any(self._is_at(origin, one) for one in (host, forwarded_host))
+        if origin and not is_same and not self._is_allowed(origin):
             return 403, (
-                f"requests of web pages from {head.origin} are refused; name the origin in "
+                f"requests of web pages from {origin} are refused; name the origin in "
                 "TORCHRELAY_SWITCHING_ALLOWED_ORIGINS or [server] allowed_origins"
             )
-        kind = (head.content_type or _BODY_TYPES[0]).partition(";")[0].strip().lower()
-        if head.method == "POST" and kind not in _BODY_TYPES:
+        kind = (content_type or _BODY_TYPES[0]).partition(";")[0].strip().lower()
+        if method == "POST" and kind not in _BODY_TYPES:
             return 415, f"the body's Content-Type is {kind}; it must be {' or '.join(_BODY_TYPES)}"
         # A browser asks by OPTIONS, without the key, whether a page may send the request.
-        needs_key = self._key and not head.is_health and head.method != "OPTIONS"
-        if needs_key and not self._has_key(head.authorization):
+        needs_key = self._key and not is_health and method != "OPTIONS"
+        if needs_key and not self._has_key(authorization):
             return 401, "send the server's key as 'Authorization: Bearer KEY'"
         return None
 
@@ -123,20 +114,12 @@ class Guard:
     def _is_allowed(self, origin: str) -> bool:
         return bool(origin) and ("*" in self._origins or origin.lower() in self._origins)
 
-    def _is_same(self, head: _Head) -> bool:
-        """Return whether the page comes from this server, or through a proxy in front of it."""
-        try:
-            origin = urlsplit(head.origin.lower())
-        except ValueError:
-            return False
-        # A page elsewhere cannot add X-Forwarded-Host without having asked by OPTIONS.
-        hosts = (head.host, head.forwarded_host)
-        return any(host and self._is_at(origin, host.lower()) for host in hosts)
-
-    def _is_at(self, origin: SplitResult, host: str) -> bool:
+    def _is_at(self, origin: str, host: str) -> bool:
+        """Return whether the page comes from `host`: this server, or a proxy in front of it."""
         name, port = _split(host)
         try:
-            theirs, its_port = origin.hostname or "", origin.port or _PORTS.get(origin.scheme, 0)
+            page = urlsplit(origin.lower())
+            theirs, its_port = page.hostname or "", page.port or _PORTS.get(page.scheme, 0)
         except ValueError:
             return False
         if not theirs or theirs != name:

@@ -54,15 +54,14 @@ class Limits:
     held_bytes: int = 0  # of requests that are not answered, and answers that are not sent
     is_ending: bool = False  # new requests are refused
 
-    def is_full_for(self, body_bytes: int) -> bool:
-        """Whether the memory for bodies is full, and a body of this size is not small."""
-        return body_bytes > _SMALL_BODY_BYTES and self.held_bytes > _BODIES * self.max_body_bytes
-
-    def overload(self) -> OverloadedError:
-        """Return the error of a request for which it is full."""
-        return OverloadedError(
-            f"requests and answers take {self.held_bytes} bytes; try again later"
-        )
+    def check_space(self, body_bytes: int) -> None:
+        """Raise :class:`OverloadedError` if the memory for bodies is full, and a body of this size
+        is not small.
+        """
+        if body_bytes > _SMALL_BODY_BYTES and self.held_bytes > _BODIES * self.max_body_bytes:
+            raise OverloadedError(
+                f"requests and answers take {self.held_bytes} bytes; try again later"
+            )
 
 
 @dataclass(eq=False)
@@ -71,6 +70,7 @@ class Request:
 
     scope: Scope
     receive: Receive
+    limits: Limits
     held_bytes: int = 0  # that it takes, as a body or as inputs, until it is answered
 
     @property
@@ -98,22 +98,21 @@ class Request:
         given = self.scope["headers"]
         return {name.decode("latin-1"): value.decode("latin-1") for name, value in given}
 
-    def check_length(self, limits: Limits) -> None:
+    def check_length(self) -> None:
         """Raise :class:`CapacityError` or :class:`OverloadedError` if the body that is announced
         is too large, :class:`HttpError` if it is compressed.
         """
         if self.headers.get("content-encoding", "identity").strip().lower() != "identity":
             raise HttpError(415, "compressed bodies are not served; send the body as it is")
         length = self.headers.get("content-length", "")
-        self._check_size(int(length) if length.isdecimal() else 0, limits)
+        self._check_size(int(length) if length.isdecimal() else 0)
 
-    def _check_size(self, size_bytes: int, limits: Limits) -> None:
-        if size_bytes > limits.max_body_bytes:
-            raise CapacityError(f"the request body exceeds {limits.max_body_bytes} bytes")
-        if limits.is_full_for(size_bytes):
-            raise limits.overload()
+    def _check_size(self, size_bytes: int) -> None:
+        if size_bytes > self.limits.max_body_bytes:
+            raise CapacityError(f"the request body exceeds {self.limits.max_body_bytes} bytes")
+        self.limits.check_space(size_bytes)
 
-    async def body(self, limits: Limits) -> bytes | bytearray:
+    async def body(self) -> bytes | bytearray:
         """Return the body, bounded in size. What it takes counts until the request is answered."""
         parts: bytes | bytearray = b""
         while True:
@@ -124,15 +123,20 @@ class Request:
                 raise DisconnectedError
             part = message.get("body", b"")
             self.held_bytes += len(part)
-            limits.held_bytes += len(part)
+            self.limits.held_bytes += len(part)
             if parts:
                 parts = bytearray(parts) if isinstance(parts, bytes) else parts
                 parts += part
             else:
                 parts = part
-            self._check_size(len(parts), limits)
+            self._check_size(len(parts))
             if not message.get("more_body", False):
                 return parts
+
+    def release(self) -> None:
+        """Count what it takes no longer. Idempotent."""
+        self.limits.held_bytes -= self.held_bytes
+        self.held_bytes = 0
 
     def count(self, name: bytes) -> int:
         """Return how many headers have this name, in lower case."""

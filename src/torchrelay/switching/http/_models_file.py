@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
@@ -27,6 +28,9 @@ else:
 
 __all__ = ["ModelEntry", "ModelsFile"]
 
+T = TypeVar("T")
+
+_log = logging.getLogger("torchrelay.switching")
 _OF_GENERATE = ("max_context", "kv_bytes", "weight")  # keys, as of GenerateOptions
 _Count = Annotated[int, msgspec.Meta(ge=0)]
 
@@ -61,7 +65,7 @@ class _Model(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
 
 class _File(msgspec.Struct, forbid_unknown_fields=True):
     server: dict[str, Any] = {}
-    models: dict[str, _Model] = {}
+    models: dict[str, Any] = {}
 
 
 @dataclass(frozen=True)
@@ -126,24 +130,35 @@ class ModelsFile:
     @classmethod
     def of_snapshots(cls, folder: Path) -> ModelsFile:
         """Return a file that serves each Hugging Face snapshot that is a folder in `folder`, by the
-        folder's name, from its first request on.
+        folder's name, from its first request on. A name that is not valid is logged once.
 
         Raises:
-            ConfigError: there is none, or a name is none of a model.
+            ConfigError: there is none, or none has a valid name.
         """
-        found = sorted(one.parent for one in folder.glob("*/config.json"))
-        if not found:
-            raise ConfigError(f"{folder} has no snapshots: folders with a config.json")
-        entries = {one.name: _snapshot(one.absolute()) for one in found}
         folder = folder.absolute()
-        return cls(folder, load(Switching), entries, lambda: cls.of_snapshots(folder).models)
+        logged: set[str] = set()
+
+        def read() -> dict[str, ModelEntry]:
+            entries: dict[str, ModelEntry] = {}
+            wrong = f"{folder} has no snapshots: folders with a config.json"
+            for config in sorted(folder.glob("*/config.json")):
+                try:
+                    entries[config.parent.name] = _snapshot(config.parent)
+                except ConfigError as error:
+                    wrong = str(error)
+                    if wrong not in logged:
+                        _log.warning("not served: %s", wrong)
+                    logged.add(wrong)
+            if not entries:
+                raise ConfigError(wrong)
+            return entries
+
+        return cls(folder, load(Switching), read(), read)
 
 
 def _snapshot(folder: Path) -> ModelEntry:
-    try:
+    with _naming(f"{folder}:", "; rename the folder"):
         check_name(folder.name)
-    except TorchRelayError as error:
-        raise ConfigError(f"{folder}: {error}; rename the folder") from error
     kind: dict[str, Any] = {"generate": GenerateOptions(), "inputs": PROMPT}
     with contextlib.suppress(TorchRelayError):  # which its first request raises
         kind = {"embed": True, "inputs": TEXTS} if is_encoder(folder) else kind
@@ -155,27 +170,21 @@ def _parsed(file: Path) -> _File:
         table = tomllib.loads(file.read_text())
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file} cannot be read: {error}") from error
-    models = table.get("models")
-    models = models if isinstance(models, dict) else {}
-    for name in models:
-        try:
-            check_name(name)
-        except TorchRelayError as error:
-            raise ConfigError(f"{file}: [models]: {error}") from error
+    return _converted(f"{file}:", table, _File)
+
+
+def _converted(where: str, table: object, kind: type[T]) -> T:
     try:
-        return msgspec.convert(table, _File)
+        return msgspec.convert(table, kind)
     except msgspec.ValidationError as error:
-        text = sentence(error)
-        for name, model in models.items():  # the error does not say which
-            try:
-                msgspec.convert(model, _Model)
-            except msgspec.ValidationError as inner:
-                raise ConfigError(f"{file}: [models.{name}] {sentence(inner)}") from error
-        raise ConfigError(f"{file}: {text}") from error
+        raise ConfigError(f"{where} {sentence(error)}") from error
 
 
-def _entry(file: Path, name: str, model: _Model) -> ModelEntry:
+def _entry(file: Path, name: str, table: object) -> ModelEntry:
+    with _naming(f"{file}: [models]:"):
+        check_name(name)
     where, folder = f"{file}: [models.{name}]", file.resolve().parent
+    model = _converted(where, table, _Model)
     own = ("kind", "inputs", "priority", "pinned", "load", "keep_s")
     given = {key: value for key, value in msgspec.to_builtins(model).items() if key not in own}
     options = {key: given.pop(key) for key in _OF_GENERATE if key in given}
@@ -192,10 +201,8 @@ def _entry(file: Path, name: str, model: _Model) -> ModelEntry:
             )
         if model.max_batch_size:
             options["max_batch_size"] = given.pop("max_batch_size")
-        try:
+        with _naming(f"{where}:"):
             given["generate"], given["inputs"] = GenerateOptions(**options), PROMPT
-        except TorchRelayError as error:
-            raise ConfigError(f"{where}: {error}") from error
     elif options:
         raise ConfigError(f'{where} {min(options)}: it is of models of kind = "generate"')
     elif model.kind == "embed":
@@ -215,21 +222,23 @@ def _entry(file: Path, name: str, model: _Model) -> ModelEntry:
 def _inputs(where: str, given: list[_Input]) -> dict[str, InputSpec]:
     inputs: dict[str, InputSpec] = {}
     for one in given:
+        if not one.name:
+            raise ConfigError(f"{where}: an input has an empty name")
         if one.name in inputs:
             raise ConfigError(f"{where}: {one.name!r} appears twice")
-        inputs[one.name] = _input(where, one)
+        example = None if one.example is None else tuple(one.example)
+        with _naming(f"{where}:", '; write {name = "x", datatype = "FP32", shape = [-1, 64]}'):
+            dtype, shape = dtype_of(one.datatype), tuple(one.shape)
+            inputs[one.name] = InputSpec(one.name, dtype, shape, example)
     if not inputs:
         raise ConfigError(f"{where}: name at least one")
     return inputs
 
 
-def _input(where: str, one: _Input) -> InputSpec:
+@contextlib.contextmanager
+def _naming(where: str, advice: str = "") -> Iterator[None]:
+    """Raise errors of the block as those of the file."""
     try:
-        if not one.name:
-            raise ConfigError("an input has an empty name")
-        example = None if one.example is None else tuple(one.example)
-        return InputSpec(one.name, dtype_of(one.datatype), tuple(one.shape), example)
+        yield
     except TorchRelayError as error:
-        raise ConfigError(
-            f'{where}: {error}; write {{name = "x", datatype = "FP32", shape = [-1, 64]}}'
-        ) from error
+        raise ConfigError(f"{where} {error}{advice}") from error

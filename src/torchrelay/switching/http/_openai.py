@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import msgspec
@@ -14,11 +16,10 @@ import msgspec
 from torchrelay.errors import NotFoundError, TorchRelayError
 from torchrelay.switching._switcher import Switcher
 from torchrelay.switching.generate._messages import Emitted
-from torchrelay.switching.generate._prompts import TooLongError, ids_of, sampling_of, text_after
-from torchrelay.switching.generate._sequences import Sequence
-from torchrelay.switching.generate._text import TextStream
+from torchrelay.switching.generate._prompts import TooLongError, ids_of, sampling_of
+from torchrelay.switching.generate._stream import Token, TokenStream
 from torchrelay.switching.http._embeddings import embeddings
-from torchrelay.switching.http._messages import Limits, Request, Response, json_of
+from torchrelay.switching.http._messages import Request, Response, json_of
 from torchrelay.switching.http._openai_schema import (
     ChatRequest,
     CompletionRequest,
@@ -26,7 +27,7 @@ from torchrelay.switching.http._openai_schema import (
     TextRequest,
 )
 from torchrelay.switching.http._repository import Repository
-from torchrelay.switching.http._schema import parse
+from torchrelay.switching.http._schema import asked_of
 from torchrelay.switching.models._store import StoredModel
 
 __all__ = ["OpenAi", "error_of"]
@@ -51,14 +52,17 @@ def error_of(status: int, text: str, error: Exception) -> dict[str, Any]:
 class _Choice:
     """One of the texts of an answer."""
 
-    def __init__(self, index: int, sequence: Sequence, text: TextStream) -> None:
+    def __init__(self, index: int, stream: TokenStream) -> None:
         self.index = index
-        self.sequence = sequence
-        self.text = text
-        self.finish_reason: str | None = None
+        self.stream = stream
         self.parts: list[str] = []
-        self.logprobs: list[tuple[str, Emitted]] = []  # with the text of each token
+        self.tokens: list[Token] = []  # whose log-probabilities are to be written
         self.length = 0  # of the text so far
+        self.made = 0  # tokens, up to a stop string
+
+    @property
+    def finish_reason(self) -> str | None:
+        return self.stream.finish_reason or None
 
 
 class _Answer:
@@ -70,86 +74,82 @@ class _Answer:
         self.created = int(time.time())
         self.choices: list[_Choice] = []
         self._switcher = switcher
-        self._events: asyncio.Queue[tuple[_Choice, Emitted | Exception]] = asyncio.Queue()
+        self._events: asyncio.Queue[tuple[int, Emitted | Exception]] = asyncio.Queue()
 
     def start(self, prompts: list[tuple[int, ...]], default: int | None, top: int | None) -> None:
         """Start `n` sequences for each prompt.
 
         Args:
-            default: how many tokens, where the request does not say; None: as many as fit.
+            default: how many tokens at most, where the request does not say; None: as many as fit.
             top: how many of the likeliest tokens to report; None: no log-probabilities.
         """
         asked = self.asked
-        limits = getattr(asked, "max_completion_tokens", None), asked.max_tokens, default
-        limit = next((one for one in limits if one is not None), None)
-        seed = secrets.randbits(62) if asked.seed is None else asked.seed
+        limit = getattr(asked, "max_completion_tokens", None)
+        limit = asked.max_tokens if limit is None else limit
         for prompt in prompts:
+            seed = secrets.randbits(62) if asked.seed is None else asked.seed
+            sampling = sampling_of(
+                self.model,
+                len(prompt),
+                max_tokens=limit,
+                temperature=1.0 if asked.temperature is None else asked.temperature,
+                top_p=1.0 if asked.top_p is None else asked.top_p,
+                top_k=max(0, asked.top_k or 0),  # vLLM's clients send -1 for all
+                seed=seed,
+                ignore_eos=bool(asked.ignore_eos),
+                logprobs=top,
+            )
+            if limit is None and default is not None:
+                sampling = sampling._replace(max_tokens=min(default, sampling.max_tokens))
             for draw in range(asked.n or 1):
-                sampling = sampling_of(
-                    self.model,
-                    len(prompt),
-                    max_tokens=limit,
-                    temperature=1.0 if asked.temperature is None else asked.temperature,
-                    top_p=1.0 if asked.top_p is None else asked.top_p,
-                    top_k=max(0, asked.top_k or 0),  # vLLM's clients send -1 for all
-                    seed=seed + draw,
-                    ignore_eos=bool(asked.ignore_eos),
-                    logprobs=top,
+                drawn = sampling._replace(seed=seed + draw)
+                index, priority = len(self.choices), asked.priority or 0
+                stream = self._switcher._continue(
+                    self.model, prompt, drawn, asked.stops, priority, partial(self._put, index)
                 )
-                text = text_after(self.model, asked.stops)
-                sequence = Sequence(
-                    self.model.name, prompt, sampling, lambda _: None, asked.priority or 0
-                )
-                choice = _Choice(len(self.choices), sequence, text)
-                sequence.on_event = partial(self._put, choice)
-                self._switcher._begin(sequence)
-                self.choices.append(choice)
+                self.choices.append(_Choice(index, stream))
 
-    def _put(self, choice: _Choice, event: Emitted | Exception) -> None:
-        self._events.put_nowait((choice, event))
+    def _put(self, index: int, event: Emitted | Exception) -> None:
+        self._events.put_nowait((index, event))
 
-    async def pieces(self) -> AsyncGenerator[tuple[_Choice, str, Emitted]]:
+    async def pieces(self) -> AsyncGenerator[tuple[_Choice, Token]]:
         """Yield each token, with the text that is certain with it, until all texts are complete."""
         left = len(self.choices)
         while left:
-            choice, event = await self._events.get()
-            if isinstance(event, Exception):
-                raise event
-            if choice.finish_reason is not None:  # a stop string was found before
-                continue
-            text = choice.text.add(event.token, is_last=bool(event.finished))
-            if choice.text.is_stopped and not event.finished:
-                self._switcher._end_sequence(choice.sequence)
-            choice.finish_reason = "stop" if choice.text.is_stopped else event.finished or None
-            left -= choice.finish_reason is not None
-            yield choice, text, event
+            index, event = await self._events.get()
+            choice = self.choices[index]
+            if choice.finish_reason is None:  # no stop string was found before
+                token = choice.stream.take(event)
+                choice.made += 1
+                left -= choice.finish_reason is not None
+                if token.logprob is not None:
+                    choice.tokens.append(token)
+                yield choice, token
 
     def close(self) -> None:
         """End what has not ended."""
         for choice in self.choices:
-            if choice.finish_reason is None:
-                self._switcher._end_sequence(choice.sequence)
+            choice.stream.close()
 
     @property
     def usage(self) -> dict[str, Any]:
         prompts = self.choices[:: self.asked.n or 1]  # of the choices of one prompt it counts once
-        prompt = sum(len(one.sequence.prompt) for one in prompts)
-        made = sum(len(one.sequence.tokens) for one in self.choices)
+        prompt = sum(one.stream.prompt_tokens for one in prompts)
+        made = sum(one.made for one in self.choices)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": made,
             "total_tokens": prompt + made,
-            "recomputed_tokens": sum(one.sequence.recomputed for one in self.choices),
+            "recomputed_tokens": sum(one.stream.recomputed_tokens for one in self.choices),
         }
 
 
 class OpenAi:
     """One method for each path."""
 
-    def __init__(self, switcher: Switcher, repository: Repository, limits: Limits) -> None:
+    def __init__(self, switcher: Switcher, repository: Repository) -> None:
         self._switcher = switcher
         self._repository = repository
-        self._limits = limits
 
     async def models(self, _: Request) -> Response:
         """List the models."""
@@ -180,19 +180,18 @@ class OpenAi:
 
     async def chat(self, request: Request) -> Response:
         """Continue a conversation."""
-        asked, _ = parse(ChatRequest, await request.body(self._limits), None)
+        asked = await asked_of(request, ChatRequest)
         asked.check()
         messages = [one.plain() for one in asked.messages]
 
         def prompts(model: StoredModel) -> list[tuple[int, ...]]:
-            known = model.generating
-            return [() if known is None else tuple(known.text(model.name).chat(messages))]
+            return [tuple(model.tokenizer.chat(messages))]
 
         return await self._answer(asked, prompts, None, asked.alternatives, _Chat())
 
     async def completions(self, request: Request) -> Response:
         """Continue texts."""
-        asked, _ = parse(CompletionRequest, await request.body(self._limits), None)
+        asked = await asked_of(request, CompletionRequest)
         asked.check()
         given = asked.prompts
 
@@ -204,14 +203,11 @@ class OpenAi:
 
     async def embeddings(self, request: Request) -> Response:
         """Return vectors of texts."""
-        asked, _ = parse(EmbeddingRequest, await request.body(self._limits), None)
+        asked = await asked_of(request, EmbeddingRequest)
         self._check(asked.model)
-        self._repository.started(asked.model)
-        try:
+        with self._repository.using(asked.model):
             model = await self._prepared(asked.model)
             return json_of(await embeddings(self._switcher, model, asked))
-        finally:
-            self._repository.ended(asked.model)
 
     async def _prepared(self, name: str) -> StoredModel:
         """Return the model, loaded if its requests load it."""
@@ -231,33 +227,19 @@ class OpenAi:
     ) -> Response:
         name = asked.model
         self._check(name)
-        self._repository.started(name)
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.enter_context(self._repository.using(name))
             model = await self._prepared(name)
             # A long text takes a while.
             found = await asyncio.to_thread(prompts, model)
             answer = _Answer(self._switcher, asked, model)
-            try:
-                answer.start(found, limit, top)
-                if not asked.stream:
-                    async for choice, text, event in answer.pieces():
-                        choice.parts.append(text)
-                        form.note(choice, model, event, text)
-                    return json_of(form.whole(answer))
-            except BaseException:
-                answer.close()
-                raise
-        except BaseException:
-            self._repository.ended(name)
-            raise
-        finally:
+            undo.callback(answer.close)
+            answer.start(found, limit, top)
             if not asked.stream:
-                self._repository.ended(name)
-
-        def end() -> None:
-            answer.close()
-            self._repository.ended(name)
-
+                async for choice, token in answer.pieces():
+                    choice.parts.append(token.text)
+                return json_of(form.whole(answer))
+            end = undo.pop_all().close
         headers = {"Cache-Control": "no-cache"}
         chunks = self._chunks(answer, form)
         return Response(b"", content_type=_STREAM, headers=headers, stream=chunks, on_end=end)
@@ -271,12 +253,11 @@ class OpenAi:
             for choice in answer.choices:
                 for first in form.first(answer, choice):
                     yield _event(first)
-            async for choice, text, event in answer.pieces():
-                form.note(choice, answer.model, event, text)
-                if text or choice.logprobs or choice.finish_reason:
-                    chunk = form.chunk(answer, choice, text)
+            async for choice, token in answer.pieces():
+                if token.text or choice.tokens or choice.finish_reason:
+                    chunk = form.chunk(answer, choice, token.text)
                     yield _event(chunk | ({"usage": answer.usage} if is_usage_continuous else {}))
-                    choice.logprobs.clear()
+                    choice.tokens.clear()
             if has_usage:
                 yield _event(
                     {**form.head(answer, is_chunk=True), "choices": [], "usage": answer.usage}
@@ -298,31 +279,36 @@ class _Form:
 
     def head(self, answer: _Answer, *, is_chunk: bool = False) -> dict[str, Any]:
         kind = self.chunk_kind if is_chunk else self.kind
-        return {
-            "id": self._id,
-            "object": kind,
-            "created": answer.created,
-            "model": answer.model.name,
-        }
-
-    def note(self, choice: _Choice, model: StoredModel, event: Emitted, text: str) -> None:
-        """Keep the log-probabilities of a token, if they are asked for."""
-        if choice.sequence.sampling.logprobs >= 0:
-            choice.logprobs.append((_text_of(model, event.token), event))
+        about = {"id": self._id, "object": kind, "created": answer.created}
+        return {**about, "model": answer.model.name}
 
     def whole(self, answer: _Answer) -> dict[str, Any]:
-        choices = [self.choice(answer, one, "".join(one.parts), False) for one in answer.choices]
+        choices = [self._choice(answer, one, "".join(one.parts), False) for one in answer.choices]
         return {**self.head(answer), "choices": choices, "usage": answer.usage}
 
     def chunk(self, answer: _Answer, choice: _Choice, text: str) -> dict[str, Any]:
-        choices = [self.choice(answer, choice, text, True)]
+        choices = [self._choice(answer, choice, text, True)]
         return {**self.head(answer, is_chunk=True), "choices": choices}
 
     def first(self, answer: _Answer, choice: _Choice) -> list[dict[str, Any]]:
         """Return the chunks before the first token."""
         return []
 
-    def choice(self, answer: _Answer, choice: _Choice, text: str, is_chunk: bool) -> dict[str, Any]:
+    def _choice(
+        self, answer: _Answer, choice: _Choice, text: str, is_chunk: bool
+    ) -> dict[str, Any]:
+        has_logprobs = choice.stream._sequence.sampling.logprobs >= 0
+        return {
+            "index": choice.index,
+            **self.content(text, is_chunk),
+            "logprobs": self.logprobs(answer.model, choice) if has_logprobs else None,
+            "finish_reason": choice.finish_reason,
+        }
+
+    def content(self, text: str, is_chunk: bool) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def logprobs(self, model: StoredModel, choice: _Choice) -> dict[str, Any]:
         raise NotImplementedError
 
 
@@ -334,69 +320,53 @@ class _Chat(_Form):
         one = {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}
         return [{**self.head(answer, is_chunk=True), "choices": [one]}]
 
-    def choice(self, answer: _Answer, choice: _Choice, text: str, is_chunk: bool) -> dict[str, Any]:
-        logprobs = None
-        if choice.sequence.sampling.logprobs >= 0:
-            content = [
-                {
-                    **_token(answer.model, event.token, event.logprob),
-                    "top_logprobs": [_token(answer.model, *one) for one in event.top],
-                }
-                for _, event in choice.logprobs
-            ]
-            logprobs = {"content": content, "refusal": None}
+    def content(self, text: str, is_chunk: bool) -> dict[str, Any]:
         if is_chunk:
-            said: dict[str, Any] = {"delta": {"content": text} if text else {}}
-        else:
-            said = {"message": {"role": "assistant", "content": text, "refusal": None}}
-        return {
-            "index": choice.index,
-            **said,
-            "logprobs": logprobs,
-            "finish_reason": choice.finish_reason,
-        }
+            return {"delta": {"content": text} if text else {}}
+        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+
+    def logprobs(self, model: StoredModel, choice: _Choice) -> dict[str, Any]:
+        content = [
+            {
+                **_token(model, one.id, one.logprob),
+                "top_logprobs": [_token(model, *other) for other in one.top_logprobs],
+            }
+            for one in choice.tokens
+        ]
+        return {"content": content, "refusal": None}
 
 
 class _Completion(_Form):
     kind = chunk_kind = "text_completion"
     prefix = "cmpl"
 
-    def choice(self, answer: _Answer, choice: _Choice, text: str, is_chunk: bool) -> dict[str, Any]:
-        logprobs = None
-        if choice.sequence.sampling.logprobs >= 0:
-            offsets = []
-            for token, _ in choice.logprobs:
-                offsets.append(choice.length)
-                choice.length += len(token)
-            logprobs = {
-                "tokens": [token for token, _ in choice.logprobs],
-                "token_logprobs": [event.logprob for _, event in choice.logprobs],
-                # Of tokens with one text, as parts of characters have, the likeliest counts.
-                "top_logprobs": [
-                    {_text_of(answer.model, one): value for one, value in reversed(event.top)}
-                    for _, event in choice.logprobs
-                ],
-                "text_offset": offsets,
-            }
+    def content(self, text: str, is_chunk: bool) -> dict[str, Any]:
+        return {"text": text}
+
+    def logprobs(self, model: StoredModel, choice: _Choice) -> dict[str, Any]:
+        texts = [_text_of(model, one.id) for one in choice.tokens]
+        *offsets, choice.length = accumulate(map(len, texts), initial=choice.length)
         return {
-            "index": choice.index,
-            "text": text,
-            "logprobs": logprobs,
-            "finish_reason": choice.finish_reason,
+            "tokens": texts,
+            "token_logprobs": [one.logprob for one in choice.tokens],
+            # Of tokens with one text, as parts of characters have, the likeliest counts.
+            "top_logprobs": [
+                {_text_of(model, other): value for other, value in reversed(one.top_logprobs)}
+                for one in choice.tokens
+            ],
+            "text_offset": offsets,
         }
 
 
-def _token(model: StoredModel, token: int, logprob: float) -> dict[str, Any]:
-    known, text = model.generating, _text_of(model, token)
-    has_text = known is not None and known.tokenizer is not None
-    found = known.text(model.name).bytes_of(token) if known and has_text else text.encode()
+def _token(model: StoredModel, token: int, logprob: float | None) -> dict[str, Any]:
+    text, tokenizer = _text_of(model, token), model.language.tokenizer
+    found = text.encode() if tokenizer is None else tokenizer.bytes_of(token)
     return {"token": text, "logprob": logprob, "bytes": [*found]}
 
 
 def _text_of(model: StoredModel, token: int) -> str:
-    known = model.generating
-    has_text = known is not None and known.tokenizer is not None
-    return known.text(model.name).text_of(token) if known and has_text else f"token_id:{token}"
+    tokenizer = model.language.tokenizer
+    return f"token_id:{token}" if tokenizer is None else tokenizer.text_of(token)
 
 
 def _event(content: dict[str, Any]) -> bytes:

@@ -59,6 +59,8 @@ class TextRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         """
         common = "presence_penalty", "frequency_penalty", "logit_bias", "min_p", "min_tokens"
         wrong = [name for name in (*names, *common) if getattr(self, name)]
+        if self.ignore_eos and not self.stop:  # nothing ends it before
+            wrong = [name for name in wrong if name != "min_tokens"]
         if self.repetition_penalty not in (None, 1):
             wrong.append("repetition_penalty")
         if self.stream_options is not None and not self.stream:

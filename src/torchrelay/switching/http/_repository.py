@@ -5,10 +5,11 @@ when they have been idle.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -28,7 +29,6 @@ _LOOK_AGAIN_S = 1.0  # between two looks for models that are not known
 class Description(NamedTuple):
     """What clients may know of a model."""
 
-    name: str
     version: str  # "" before it was loaded
     inputs: tuple[InputSpec, ...]
     outputs: tuple[Output, ...]  # empty before it was loaded
@@ -49,6 +49,7 @@ class Repository:
         self.entries = entries
         self._read_again = read_again or (lambda: entries)
         self._looked_s = -_LOOK_AGAIN_S
+        self._logged = ""  # why the file could not be read
         self._switcher = switcher
         self._store = store
         # Loads of one model run one after the other.
@@ -86,12 +87,12 @@ class Repository:
         if model is None and self.is_on_request(name) and name not in self._store.names():
             entry = self.entries[name]
             size = entry.arguments.get("max_batch_size", 0)
-            found = Description(name, "", tuple(entry.arguments["inputs"].values()), (), size)
+            found = Description("", tuple(entry.arguments["inputs"].values()), (), size)
         else:
             model = model or self._store.get(name)
             outputs = self._switcher.outputs(name)
-            known = name, str(model.version), model.inputs, outputs, model.max_batch_size
-            found = Description(*known)
+            known = model.inputs, outputs, model.max_batch_size
+            found = Description(str(model.version), *known)
         if found.version and version not in ("", found.version):
             raise NotFoundError(f"model {name!r} has version {found.version}, not {version}")
         return found
@@ -158,14 +159,15 @@ class Repository:
         self._switcher.unload(name)
         self._store.remove(name)
 
-    def started(self, name: str) -> None:
+    @contextlib.contextmanager
+    def using(self, name: str) -> Iterator[None]:
         """Note that a request to the model runs."""
         self._running[name] += 1
-
-    def ended(self, name: str) -> None:
-        """Note that one does no more."""
-        self._running[name] -= 1
-        self._used[name] = time.monotonic()
+        try:
+            yield
+        finally:
+            self._running[name] -= 1
+            self._used[name] = time.monotonic()
 
     def unload_idle(self) -> None:
         """Unload models that were not used for longer than their `keep_s`."""
@@ -193,8 +195,11 @@ class Repository:
         try:
             found = self._read_again()
         except ConfigError as error:
-            _log.warning("no model was added: %s", error)
+            if self._logged != str(error):
+                self._logged = str(error)
+                _log.warning("no model was added: %s", error)
             return
+        self._logged = ""
         used = {*found, *self._loading, *self._store.names()}
         known = {name: entry for name, entry in self.entries.items() if name in used}
         self.entries = {**found, **known}

@@ -10,9 +10,18 @@ from typing import Annotated, Any, TypeVar, cast
 import msgspec
 
 from torchrelay.errors import ArgumentError, UnsupportedError
+from torchrelay.switching.http._messages import Request
 from torchrelay.switching.models._tensors import TensorEntry, split_body
 
-__all__ = ["InferRequest", "LoadRequest", "ReadyFilter", "UnloadRequest", "parse", "sentence"]
+__all__ = [
+    "InferRequest",
+    "LoadRequest",
+    "ReadyFilter",
+    "UnloadRequest",
+    "asked_of",
+    "parse",
+    "sentence",
+]
 
 T = TypeVar("T")
 
@@ -126,6 +135,11 @@ def parse(
         raise UnsupportedError(f"{where}: {unknown[1]!r} is not supported: leave it out") from error
     except (ValueError, RecursionError) as error:
         raise ArgumentError(f"the body's JSON cannot be read: {error}") from error
+
+
+async def asked_of(request: Request, kind: type[T]) -> T:
+    """Return the JSON object of a body, which is empty where there is none. Raises as above."""
+    return parse(kind, await request.body() or b"{}", None)[0]
 
 
 def sentence(error: msgspec.ValidationError) -> str:

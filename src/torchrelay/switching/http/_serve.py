@@ -51,6 +51,7 @@ def serve(file: ModelsFile, *, report: Callable[[str], None] = print) -> None:
             on_start=lambda: report(f"serving on {address}"),
             has_failed=lambda: switcher.failure is not None,
             on_tick=app.repository.unload_idle,
+            on_late=switcher._end_requests,
             tls_certificate=options.tls_certificate,
             tls_key=options.tls_key,
         )

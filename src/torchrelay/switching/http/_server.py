@@ -28,7 +28,7 @@ _LAST_S = 1.0  # after the grace, for what is still to be closed
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Return a bound TCP socket that does not listen yet.
+    """Return a bound TCP socket that does not listen yet, and whose address nobody else gets.
 
     Raises:
         UnavailableError: the address is in use, or is not one of this machine.
@@ -44,6 +44,12 @@ def bind(host: str, port: int) -> socket.socket:
             undo.enter_context(listener)
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(address)
+            if port:
+                # Others could bind it too until one listens; what has listened, and permits no
+                # reuse, keeps them out. A port that the kernel chose would be given back.
+                listener.listen()
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+                listener.shutdown(socket.SHUT_RD)
         except OSError as error:
             raise UnavailableError(
                 f"cannot serve on {host}, port {port}: {error}; choose another with --port"
@@ -63,6 +69,7 @@ class HttpServer(uvicorn.Server):
         on_start: Callable[[], object],
         has_failed: Callable[[], bool],
         on_tick: Callable[[], object] = lambda: None,
+        on_late: Callable[[], object] = lambda: None,
         *,
         tls_certificate: str = "",
         tls_key: str = "",
@@ -75,6 +82,7 @@ class HttpServer(uvicorn.Server):
             on_start: called once it accepts connections.
             has_failed: asked several times a second.
             on_tick: called several times a second.
+            on_late: called if requests are left when the grace is over; it ends them.
             tls_certificate: a file with the certificate chain, to serve HTTPS.
             tls_key: the file of its key; empty: in the same file.
 
@@ -108,6 +116,7 @@ class HttpServer(uvicorn.Server):
         self._grace_s = grace_s
         self._ends_at = math.inf
         self._on_start, self._has_failed, self._tick = on_start, has_failed, on_tick
+        self._on_late = on_late
 
     @property
     def grace_left_s(self) -> float:
@@ -140,10 +149,9 @@ class HttpServer(uvicorn.Server):
         soft = max(soft, min(2 * MAX_CONNECTIONS, hard))
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         self.limits.max_connections = min(MAX_CONNECTIONS, soft // 2)
-        try:
-            await super().startup(sockets)
-        except OSError as error:  # of another server, which listens there since the start of this
-            raise UnavailableError(f"cannot serve: {error}; choose another --port") from error
+        for one in sockets or ():  # again, for a server that follows while connections linger
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        await super().startup(sockets)
         self._on_start()
 
     async def on_tick(self, counter: int) -> bool:
@@ -157,13 +165,17 @@ class HttpServer(uvicorn.Server):
         return await super().on_tick(counter) or self._has_failed()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Answer what runs; meanwhile, refuse other requests. Then close all connections."""
+        """Answer what runs, in the end with errors; meanwhile, refuse other requests. Then close
+        all connections.
+        """
         self.limits.is_ending = True
         self._ends_at = min(self._ends_at, time.monotonic() + self._grace_s)
         while self.server_state.tasks and self.grace_left_s:
             await self.on_tick(1)
             await asyncio.sleep(_TICK_S)
-        self.config.timeout_graceful_shutdown = self.grace_left_s  # type: ignore[assignment]
+        if self.server_state.tasks:
+            self._on_late()
+        self.config.timeout_graceful_shutdown = _LAST_S / 2  # type: ignore[assignment]
         await super().shutdown(sockets)
         for connection in self._connections():
             connection.abort()

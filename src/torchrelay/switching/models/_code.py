@@ -15,6 +15,7 @@ import importlib.machinery
 import importlib.util
 import sys
 import sysconfig
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -32,6 +33,7 @@ class Source(NamedTuple):
 
 
 Code = tuple[Source, ...]  # the factory's file first
+_parsing = threading.Lock()  # Python 3.11's parser fails if threads use it at the same time
 _NEVER = {"torchrelay", *sys.stdlib_module_names}  # a file of such a name is not what is imported
 
 
@@ -125,7 +127,8 @@ def use(code: Code) -> None:
 def _imported(source: Source) -> Iterator[str]:
     """Yield the names of modules that `source` may import, packages before their modules."""
     try:
-        tree = ast.parse(source.text)
+        with _parsing:
+            tree = ast.parse(source.text)
     except (SyntaxError, ValueError, RecursionError):  # which its import reports
         return
     is_package = Path(source.file).name == "__init__.py"

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from torchrelay.deferred import materialize_module
-from torchrelay.errors import MismatchError, StorageError, UnavailableError, UnsupportedError
-from torchrelay.switching.generate._models import snapshot_config
+from torchrelay.errors import MismatchError, StorageError, UnsupportedError
+from torchrelay.switching.generate._models import need_transformers, snapshot_config
 from torchrelay.switching.generate._text import Tokenizer
 from torchrelay.switching.models._factory import Factory
 
@@ -65,9 +65,10 @@ def is_encoder(folder: Path) -> bool:
     Raises:
         StorageError, UnsupportedError: as of :func:`snapshot_config`.
     """
-    names = snapshot_config(folder).get("architectures") or []
+    names = snapshot_config(folder).get("architectures")
     is_plain = any(
-        one.endswith(("Model", "ForMaskedLM")) and not one.endswith("LMHeadModel") for one in names
+        one.endswith(("Model", "ForMaskedLM")) and not one.endswith("LMHeadModel")
+        for one in (map(str, names) if isinstance(names, list) else ())
     )
     return is_plain or (folder / "modules.json").exists()
 
@@ -94,12 +95,7 @@ def encoder_of(folder: Path, seed: int) -> tuple[Factory, torch.nn.Module]:
     """
     from torchrelay import checkpoint  # noqa: PLC0415 - takes a moment to import
 
-    try:
-        import transformers  # noqa: F401, PLC0415 - an extra
-    except ImportError as error:
-        raise UnavailableError(
-            f"encoders need the extra [generate]: pip install transformers ({error})"
-        ) from error
+    need_transformers("encoders")
     pooling, normalizes = _pooling_of(folder)
     kwargs = {"config": snapshot_config(folder), "pooling": pooling, "normalizes": normalizes}
     made = Factory.of(build, kwargs, seed)

@@ -10,7 +10,6 @@ import importlib
 import inspect
 import json
 import logging
-import random
 import sys
 import threading
 import weakref
@@ -21,11 +20,17 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import torch
 
 from torchrelay import _torch
-from torchrelay.errors import ArgumentError, DeferredError, ModelError, UnsupportedError
+from torchrelay._random import random_state, restore_random, seed_random
+from torchrelay.errors import (
+    ArgumentError,
+    DeferredError,
+    ModelError,
+    UnsupportedError,
+    describe,
+)
 from torchrelay.switching.models._code import Code, capture, file_of, run
 
 _log = logging.getLogger("torchrelay.switching")
@@ -33,7 +38,7 @@ _log = logging.getLogger("torchrelay.switching")
 # Of a process's threads one builds at a time: they share the random states and the modules' names.
 _building = threading.RLock()
 
-__all__ = ["Factory", "hidden_tensors", "random_state", "restore_random", "seed_random"]
+__all__ = ["Factory", "hidden_tensors"]
 
 
 @dataclass(frozen=True)
@@ -131,9 +136,7 @@ class Factory:
             try:
                 yield
             except (Exception, SystemExit) as error:
-                raise ModelError(
-                    f"{self.reference} failed: {type(error).__name__}: {error}"
-                ) from error
+                raise ModelError(f"{self.reference} failed: {describe(error)}") from error
 
     def _checked(self, built: Any) -> torch.nn.Module:
         """Return the module, for inference."""
@@ -166,9 +169,7 @@ class Factory:
         except (ImportError, OSError, AttributeError, SyntaxError) as error:
             raise ArgumentError(f"cannot load {self.reference}: {error}") from error
         except (Exception, SystemExit) as error:  # of the module's own code
-            raise ModelError(
-                f"{module_name} cannot be imported: {type(error).__name__}: {error}"
-            ) from error
+            raise ModelError(f"{module_name} cannot be imported: {describe(error)}") from error
         if not callable(found):
             raise ArgumentError(
                 f"{self.reference} is a {type(found).__name__}, which cannot be called"
@@ -321,31 +322,3 @@ def _seeded(seed: int) -> Iterator[None]:
         yield
     finally:
         restore_random(state)
-
-
-def seed_random(seed: int) -> None:
-    """Seed the generators."""
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed % (1 << 32))
-
-
-def random_state() -> dict[str, Any]:
-    """Return the states as values that `torch.load(weights_only=True)` reads: no arrays."""
-    of_numpy: Any = np.random.get_state(legacy=False)
-    of_numpy["state"]["key"] = torch.from_numpy(of_numpy["state"]["key"])
-    state = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": of_numpy}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        state["cuda"] = torch.cuda.get_rng_state_all()
-    return state
-
-
-def restore_random(state: dict[str, Any]) -> None:
-    """Restore what :func:`random_state` returned."""
-    torch.set_rng_state(state["torch"])
-    random.setstate(state["python"])
-    of_numpy = state["numpy"]
-    words = {**of_numpy["state"], "key": of_numpy["state"]["key"].numpy()}
-    np.random.set_state({**of_numpy, "state": words})
-    if "cuda" in state:
-        torch.cuda.set_rng_state_all(state["cuda"])

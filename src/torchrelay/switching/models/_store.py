@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-import json
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -36,6 +35,7 @@ from torchrelay.switching.generate._models import (
     generating,
     language_model_of,
 )
+from torchrelay.switching.generate._text import Tokenizer
 from torchrelay.switching.models._code import digest_of
 from torchrelay.switching.models._encoders import Encoding, encoder_of, encoding_of
 from torchrelay.switching.models._factory import Factory, hidden_tensors
@@ -73,6 +73,32 @@ class StoredModel:
     def size_bytes(self) -> int:
         return self.segment.size_bytes
 
+    @property
+    def language(self) -> Generating:
+        """What is known of a model that generates.
+
+        Raises:
+            ArgumentError: it does not.
+        """
+        if self.generating is None:
+            raise ArgumentError(
+                f"model {self.name!r} does not generate; add it with generate=True, or call infer"
+            )
+        return self.generating
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of a model that generates.
+
+        Raises:
+            UnsupportedError: it has none.
+        """
+        if self.language.tokenizer is None:
+            raise UnsupportedError(
+                f"model {self.name!r} has no tokenizer: pass a list of token ids as the prompt"
+            )
+        return self.language.tokenizer
+
     def check_inputs(self, inputs: Mapping[str, torch.Tensor]) -> None:
         """Raise :class:`ArgumentError` unless the model takes `inputs`."""
         if inputs.keys() != self.specs.keys():
@@ -94,24 +120,11 @@ class StoredModel:
         """
         return self.segment.tensor((end - start,), torch.uint8, start)
 
-    def identity(self) -> tuple[Any, ...]:
-        """Return what makes the model a version: its code, arguments, inputs and weights, these as
-        checksums.
-        """
-        known = vars(self).items()
-        own = [value for key, value in known if key not in ("version", "segment", "specs")]
-        return *own, _native.crc32c_blocks(self.segment.memory, _CHECKED_BYTES)
-
     def fingerprint(self) -> str:
         """Return a digest of everything but the values: equal models have equal profiles."""
-        what = [
-            self.factory.reference,
-            self.factory.kwargs,
-            digest_of(self.factory.code),
-            repr(self.layout),
-            repr(self.inputs),
-        ]
-        return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:32]
+        made = self.factory
+        what = made.reference, made.kwargs, digest_of(made.code), self.layout, self.inputs
+        return hashlib.sha256(repr(what).encode()).hexdigest()[:32]
 
 
 class ModelStore(Resource):
@@ -215,7 +228,8 @@ class ModelStore(Resource):
         )
         for index, storage in enumerate(storages):
             model.storage(index).copy_(storage.bytes())
-        identity = model.identity()
+        sums = _native.crc32c_blocks(segment.memory, _CHECKED_BYTES)
+        identity = model.fingerprint(), seed, of_text, encoding, sums  # what makes it a version
         with self._lock:
             if not replace and name in self._models:  # since another thread added it
                 self._check_new(name)

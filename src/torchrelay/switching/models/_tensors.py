@@ -10,7 +10,6 @@ from __future__ import annotations
 import array
 import contextlib
 import itertools
-import json
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
@@ -23,7 +22,6 @@ from torchrelay.errors import ArgumentError, CapacityError, UnsupportedError
 __all__ = [
     "DATATYPES",
     "HEADER",
-    "Body",
     "TensorEntry",
     "check_mode",
     "check_tensors",
@@ -31,7 +29,6 @@ __all__ = [
     "decode",
     "dtype_of",
     "encode",
-    "parse_body",
     "split_body",
 ]
 
@@ -60,8 +57,6 @@ _MAX_SIZE = 1 << 48  # in values; torch computes sizes in bytes in 64 bits
 # What JSON may take: while it is read or written, a server does nothing else.
 _JSON_BYTES = 16 << 20
 _JSON_VALUES = 1 << 20
-
-Body = tuple[dict[str, Any], memoryview]
 
 
 class TensorEntry(NamedTuple):
@@ -143,23 +138,6 @@ def split_body(body: bytes | bytearray, header_length: str | None) -> tuple[memo
         )
     view = memoryview(body)
     return view[:length], view[length:]
-
-
-def parse_body(body: bytes | bytearray, header_length: str | None) -> Body:
-    """Return the JSON object of a response's body, and the bytes behind it.
-
-    Raises:
-        ArgumentError: it is not of the protocol's form.
-        CapacityError: its JSON is too large.
-    """
-    text, raw = split_body(body, header_length)
-    try:
-        header = json.loads(bytes(text))
-    except (ValueError, RecursionError) as error:
-        raise ArgumentError(f"the body's JSON cannot be read: {error}") from error
-    if not isinstance(header, dict):
-        raise ArgumentError(f"the body's JSON is a {type(header).__name__}, not an object")
-    return header, raw
 
 
 def decode(entries: Iterable[TensorEntry], raw: memoryview) -> dict[str, torch.Tensor]:

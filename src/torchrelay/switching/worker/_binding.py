@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,22 +18,10 @@ from torch.utils._pytree import tree_iter
 
 from torchrelay import _torch
 from torchrelay.deferred import is_deferred
-from torchrelay.switching.device._contract import AddressRange
+from torchrelay.switching.device._contract import DeviceMemory
 from torchrelay.switching.models._layout import Grouped, TensorSpec, view_of
 
-__all__ = ["Arrivals", "Binding", "Reservable"]
-
-
-class Reservable(Protocol):
-    """Protocol of what a binding needs of a :class:`SharedCache`."""
-
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def granule_bytes(self) -> int: ...
-
-    def reserve(self, size_bytes: int) -> AddressRange: ...
+__all__ = ["Arrivals", "Binding"]
 
 
 class Binding:
@@ -43,7 +31,7 @@ class Binding:
     has granules of its own, which are mapped as a whole.
     """
 
-    def __init__(self, module: torch.nn.Module, grouped: Grouped, memory: Reservable) -> None:
+    def __init__(self, module: torch.nn.Module, grouped: Grouped, memory: DeviceMemory) -> None:
         """Take `module`, whose tensors are those of the layout; no group has memory yet.
 
         Raises:
@@ -82,19 +70,15 @@ class Binding:
             return
         self._places = ()
         for group, offset in enumerate(offsets):
-            self._map(group, -1 if group in missing else offset)
+            self.map(group, -1 if group in missing else offset)
         if not missing:
             self._places = tuple(offsets)
-
-    def arrive(self, group: int, offset: int) -> None:
-        """Map a group whose bytes are in place now."""
-        self._map(group, offset)
 
     def leave(self, groups: Sequence[int] | None = None) -> None:
         """Unmap groups, by default all, because others get their memory."""
         self._places = ()
         for group in range(len(self._offsets)) if groups is None else groups:
-            self._map(group, -1)
+            self.map(group, -1)
 
     def absent(self, tensor: torch.Tensor) -> int | None:
         """Return the storage that `tensor` views, if it has no memory."""
@@ -139,8 +123,8 @@ class Binding:
                 self._range.unmap(start, size)
             self.bind(offsets)
 
-    def _map(self, group: int, offset: int) -> None:
-        """Let `group` have the memory from `offset`, or none for -1."""
+    def map(self, group: int, offset: int) -> None:
+        """Let `group` have the memory from `offset`, with its bytes, or none for -1."""
         before = self._offsets[group]
         start, end = self._group_starts[group : group + 2]
         if before == offset:

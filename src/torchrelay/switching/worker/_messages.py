@@ -98,14 +98,12 @@ class Built(NamedTuple):
     """The answer to :class:`Load`."""
 
     model: str
-    version: int
     error: dict[str, Any] | None  # as of errors.to_json
 
 
 class Result(NamedTuple):
     """Outputs of a request; those of a profiling run are its profile."""
 
-    request_id: int
     outputs: list[Written]
     bind_s: float
     compute_s: float
@@ -117,13 +115,11 @@ class Result(NamedTuple):
 class Failed(NamedTuple):
     """The error of a request or task."""
 
-    request_id: int
     error: dict[str, Any]  # as of errors.to_json
 
 
 class Saved(NamedTuple):
     """A training state, in the descriptor that comes along."""
 
-    request_id: int
     step: int
     ended: str  # "" if the task goes on, else "paused" or "done"

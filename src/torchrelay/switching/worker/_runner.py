@@ -16,7 +16,7 @@ import torch
 
 from torchrelay import _torch
 from torchrelay._helper import Channel
-from torchrelay.errors import ArgumentError, ModelError, PeerLostError, to_json
+from torchrelay.errors import ArgumentError, ModelError, to_json
 from torchrelay.switching.device._cache import SharedCache
 from torchrelay.switching.generate import _messages as generate
 from torchrelay.switching.models import _code
@@ -46,7 +46,7 @@ class _Loaded:
         self.load = load
         self.grouped = Grouped(load.layout, load.groups)
         module = load.factory.build_skeleton()
-        self.binding = Binding(module, self.grouped, cache)
+        self.binding = Binding(module, self.grouped, cache.memory)
         self.missing: set[int] = set()  # groups that have not arrived
         # Whether the model runs under plain torch: no inference mode, no waiting operators.
         # Torch neither compiles nor uses compiled code while a dispatch mode is active.
@@ -98,11 +98,8 @@ class ModelRunner:
                         self._generate(message, descriptors)
                     else:
                         _training.run(message, descriptors, self._channel, self._was_stopped)
-                except PeerLostError:  # the daemon
-                    raise
                 except BaseException as error:  # a model's, of whatever kind
-                    failed = _messages.Failed(message.request_id, _described(error))
-                    self._channel.send(failed)
+                    self._channel.send(_messages.Failed(_described(error)))
                     self._check_device()
             # What belongs to a request that has ended meanwhile is of no use any more.
             elif isinstance(message, generate.Join):
@@ -159,10 +156,10 @@ class ModelRunner:
             if loaded is None or not loaded.is_of(load):
                 self._forget(name)
                 self._models[name] = _Loaded(load, self._cache)
-        except (Exception, SystemExit) as caught:
-            self._failed[name] = str(caught)
+        except BaseException as caught:
             error = _described(caught)
-        self._channel.send(_messages.Built(name, load.version, error))
+            self._failed[name] = error["message"]
+        self._channel.send(_messages.Built(name, error))
 
     def _run(self, run: _messages.Run) -> None:
         buffer = self._buffers[run.buffer]
@@ -187,9 +184,7 @@ class ModelRunner:
         first_group = next((computed for _, computed in self._waits.values()), 0.0)
         bound_s = max(bound_s, first_group - start)
         compute_s = time.monotonic() - start - bound_s
-        self._channel.send(
-            _messages.Result(run.request_id, written, bound_s, compute_s, self._waits, profile)
-        )
+        self._channel.send(_messages.Result(written, bound_s, compute_s, self._waits, profile))
 
     def _generate(self, work: generate.Generate, descriptors: list[int]) -> None:
         """Continue sequences of a model."""
@@ -327,7 +322,7 @@ class ModelRunner:
             if not isinstance(message, _messages.GroupCopied):
                 return message, descriptors
             loaded.missing.discard(message.group)
-            loaded.binding.arrive(message.group, run.offsets[message.group])
+            loaded.binding.map(message.group, run.offsets[message.group])
             self._waits[message.group] = needed, time.monotonic()
         for one in descriptors:
             os.close(one)
@@ -342,9 +337,10 @@ class ModelRunner:
 
 def _described(error: BaseException) -> dict[str, Any]:
     """Describe an error of a model; a call with other arguments than it takes is the caller's."""
-    if isinstance(error, TypeError) and "argument" in str(error):
-        error = ArgumentError(str(error))
-    return to_json(error)
+    found = to_json(error)
+    if isinstance(error, TypeError) and "argument" in found["message"]:
+        found["type"] = ArgumentError.__name__
+    return found
 
 
 def _named(results: Any) -> dict[str, torch.Tensor]:

@@ -12,8 +12,8 @@ import torch
 
 from torchrelay import _native
 from torchrelay._helper import Channel
-from torchrelay.errors import ArgumentError, ModelError
-from torchrelay.switching.models._factory import random_state, restore_random, seed_random
+from torchrelay._random import random_state, restore_random, seed_random
+from torchrelay.errors import ArgumentError, ModelError, describe
 from torchrelay.switching.worker._messages import Saved, Train
 
 __all__ = ["TrainingTask", "read_state", "run"]
@@ -66,12 +66,10 @@ def run(
         try:
             task.step(index)
         except Exception as error:
-            raise ModelError(
-                f"step {index} of {train.name} failed: {type(error).__name__}: {error}"
-            ) from error
+            raise ModelError(f"step {index} of {train.name} failed: {describe(error)}") from error
         index += 1
         if train.save_every and index - written >= train.save_every:
-            _send_state(channel, Saved(train.request_id, index, ended=""), train.name, task)
+            _send_state(channel, Saved(index, ended=""), train.name, task)
             written = index
         elif index == first + 1:  # else all steps might be lost
             os.close(_write_state(train.name, task, index))
@@ -79,7 +77,7 @@ def run(
         if was_stopped():
             break
     ended = "done" if index >= train.steps else "paused"
-    _send_state(channel, Saved(train.request_id, index, ended), train.name, task)
+    _send_state(channel, Saved(index, ended), train.name, task)
 
 
 def read_state(descriptor: int) -> dict[str, Any]:
@@ -126,10 +124,10 @@ def _write_state(name: str, task: TrainingTask, step: int) -> int:
         read_state(descriptor)
     except Exception as error:
         os.close(descriptor)
-        reason = str(error).strip().partition("\n")[0]
+        reason = describe(error).strip().partition("\n")[0]
         raise ModelError(
             f"the state of {name} after step {step} cannot be saved and read back: "
-            f"{type(error).__name__}: {reason}; return tensors, numbers, strings, and lists, dicts "
+            f"{reason}; return tensors, numbers, strings, and lists, dicts "
             "and sets of them from state_dict()"
         ) from error
     return descriptor

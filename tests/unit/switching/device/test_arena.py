@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from torchrelay.errors import ArgumentError, CapacityError
+from torchrelay.errors import CapacityError
 from torchrelay.switching.device._arena import Arena
 
 UNIT = 512
@@ -54,12 +54,8 @@ def test_pinned_models_stay_and_the_caller_can_try_again() -> None:
     assert arena.reserve("a", [2 * UNIT]) is not None
     before = arena.blocks()
     assert arena.reserve("b", [UNIT]) is None and arena.blocks() == before
-    with pytest.raises(ArgumentError, match="in use"):
-        arena.evict("a")
     arena.release("a")
     assert arena.reserve("b", [UNIT]) is not None
-    with pytest.raises(ArgumentError, match="not pinned"):
-        arena.release("a")
 
 
 def test_own_groups_in_the_way_are_placed_anew() -> None:

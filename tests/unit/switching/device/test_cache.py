@@ -9,7 +9,6 @@ import select
 import socket
 import stat
 import subprocess
-import sys
 import tempfile
 import threading
 from pathlib import Path
@@ -17,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import preloaded
 from torchrelay.errors import (
     ArgumentError,
     CapacityError,
@@ -65,7 +65,7 @@ values.mul_(2)
             address = tmp_path / "cache.sock"
             sender = send_in_thread(cache, address, read_only=read_only)
             done = subprocess.run(
-                [sys.executable, "-c", program, str(address)],
+                [preloaded.python(), "-c", program, str(address)],
                 capture_output=True,
                 text=True,
                 check=False,

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from torchrelay.errors import UnavailableError
+from torchrelay.errors import OverloadedError, UnavailableError
 from torchrelay.switching.http import _protocol, _server
 from torchrelay.switching.http._messages import (
     DisconnectedError,
@@ -42,19 +42,20 @@ class Ok:
         self.later: asyncio.Queue[asyncio.Future[None]] = asyncio.Queue()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request = Request(scope, receive)
+        request = Request(scope, receive, self.limits)
         status, body = 200, b"ok"
         try:
             if request.refusal is not None:
                 raise request.refusal
             if request.path != "/early":
                 body = await self.answer(request)
+            self.limits.check_space(len(body))
+        except OverloadedError:
+            status, body = 500, b"full"
         except HttpError as error:
             status, body = error.status, str(error).encode()
         except (DisconnectedError, asyncio.CancelledError):
             return
-        if self.limits.is_full_for(len(body)):
-            status, body = 500, b"full"
         if request.path == "/stream":
             await send({"type": "http.response.start", "status": 200, "headers": []})
             await send({"type": "http.response.body", "body": body, "more_body": True})
@@ -66,7 +67,7 @@ class Ok:
 
     async def answer(self, request: Request) -> bytes:
         self.paths.append(request.path)
-        content = bytes(await request.body(self.limits))
+        content = bytes(await request.body())
         if request.path == "/later":
             later = asyncio.get_running_loop().create_future()
             self.later.put_nowait(later)
@@ -81,17 +82,21 @@ def serve(
     *,
     grace_s: float = 10.0,
     send_buffer: int | None = None,
+    port: int = 0,
+    on_late: Callable[[], object] = lambda: None,
 ) -> None:
     """Run ``client`` with the port of a server of `app`, then end the server, then await the task
     that ``client`` returned, if any.
     """
 
     async def run() -> None:
-        with bind("127.0.0.1", 0) as listener:
+        with bind("127.0.0.1", port) as listener:
             if send_buffer is not None:
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
             started = asyncio.Event()
-            server = HttpServer(app, app.limits, grace_s, started.set, lambda: False)
+            server = HttpServer(
+                app, app.limits, grace_s, started.set, lambda: False, on_late=on_late
+            )
             task = asyncio.create_task(server.serve([listener]))
             await started.wait()
             try:
@@ -105,8 +110,8 @@ def serve(
     asyncio.run(run())
 
 
-def serve_nothing(client: Callable[[int], Awaitable[None]]) -> None:
-    serve(Ok(), client)
+def serve_nothing(client: Callable[[int], Awaitable[None]], port: int = 0) -> None:
+    serve(Ok(), client, port=port)
 
 
 REQUEST = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
@@ -607,10 +612,48 @@ def test_answers_leave_at_once() -> None:
     asyncio.run(run())
 
 
+def free_port() -> int:
+    with bind("127.0.0.1", 0) as listener:
+        port: int = listener.getsockname()[1]
+    return port
+
+
 def test_a_port_in_use_is_named() -> None:
-    with bind("127.0.0.1", 0) as taken:
-        taken.listen()
-        with pytest.raises(UnavailableError, match=r"cannot serve on 127\.0\.0\.1.*--port"):
-            bind("127.0.0.1", taken.getsockname()[1])
+    port = free_port()
+    with (
+        bind("127.0.0.1", port),  # which does not listen yet
+        pytest.raises(UnavailableError, match=r"cannot serve on 127\.0\.0\.1.*--port"),
+    ):
+        bind("127.0.0.1", port)
     with pytest.raises(UnavailableError, match=r"cannot serve on nowhere\.invalid"):
         bind("nowhere.invalid", 0)
+
+
+def test_what_ends_the_requests_that_are_left_after_the_grace_is_answered() -> None:
+    app = Ok()
+
+    async def client(port: int) -> asyncio.Task[None]:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(REQUEST.replace(b" / ", b" /later "))
+        left.append(await app.later.get())
+
+        async def read() -> None:
+            assert b"200 OK" in await reader.read()
+            writer.close()
+
+        return asyncio.create_task(read())
+
+    left: list[asyncio.Future[None]] = []
+    serve(app, client, grace_s=0.0, on_late=lambda: left.pop().set_result(None))
+
+
+def test_a_server_follows_another_on_its_port() -> None:
+    async def client(port: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(REQUEST.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"))
+        assert b"200 OK" in await reader.read()  # the server has closed, and its address lingers
+        writer.close()
+
+    port = free_port()
+    for _ in range(2):
+        serve_nothing(client, port)

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from torchrelay.errors import ArgumentError, ConfigError
-from torchrelay.switching import GenerateOptions, InputSpec
+from torchrelay.switching import GenerateOptions, InputSpec, ModelStore
 from torchrelay.switching.http._models_file import ModelsFile
+from torchrelay.switching.http._repository import Repository
 from torchrelay.switching.worker._profile import Layer, Output, Profile, load_profile, save_profile
 
 INPUT = 'inputs = [{ name = "x", datatype = "FP32", shape = [-1, 64] }]'
@@ -150,12 +151,54 @@ def test_snapshots_are_served_by_the_names_of_their_folders(tmp_path: Path) -> N
     (tmp_path / "qwen-0.5" / "config.json").write_text('{"architectures": ["BertModel"]}')
     (entry,) = ModelsFile.of_snapshots(tmp_path).models.values()
     assert entry.arguments["embed"] is True
-    (tmp_path / "no name").mkdir()
-    (tmp_path / "no name" / "config.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"not a valid name of a model.*rename"):
-        ModelsFile.of_snapshots(tmp_path)
     with pytest.raises(ConfigError, match="has no snapshots"):
         ModelsFile.of_snapshots(tmp_path / "other")
+
+
+@pytest.mark.parametrize(
+    "config",
+    ["", "5", "[" * 100_000, '{"__float__": []}']
+    + [f'{{"architectures": {one}}}' for one in ("[null]", "5", '"BertModel"', "{}", "null")],
+    ids=lambda config: config[:40],
+)
+def test_no_folder_keeps_others_from_being_served(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, config: str
+) -> None:
+    def add(*names: str) -> None:
+        for name in names:
+            (tmp_path / name).mkdir()
+            (tmp_path / name / "config.json").write_text(config)
+
+    add("no name")
+    with pytest.raises(ConfigError, match=r"not a valid name of a model.*rename the folder"):
+        ModelsFile.of_snapshots(tmp_path)
+    add("first")
+    caplog.clear()
+    file = ModelsFile.of_snapshots(tmp_path)
+    add("second", "a+b")
+    assert looked_at_again(file, 3) == {"first", "second"}
+    found = [one.getMessage() for one in caplog.records]
+    assert len(found) == 2 and "'no name'" in found[0] and "'a+b'" in found[1]
+
+
+def looked_at_again(file: ModelsFile, times: int) -> set[str]:
+    switcher: Any = None
+    with ModelStore() as store:
+        repository = Repository(switcher, store, file.models, file.read_again)
+        for _ in range(times):
+            repository._looked_s = -1e9
+            repository.is_on_request("unknown")
+        return {*repository.entries}
+
+
+def test_a_file_that_became_wrong_is_logged_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = read(tmp_path, MODEL)
+    (tmp_path / "models.toml").write_text("[")
+    assert looked_at_again(file, 3) == {"m"}
+    (found,) = caplog.records
+    assert "no model was added" in found.getMessage()
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +31,7 @@ from torchrelay.errors import (
 from torchrelay.switching import InputSpec, ModelStore, Switcher
 from torchrelay.switching.daemon._served import merged_copies
 from torchrelay.switching.device._host import HostMemory
-from torchrelay.switching.models._code import use
+from torchrelay.switching.models._code import capture, use
 from torchrelay.switching.models._factory import Factory
 from torchrelay.switching.models._layout import Grouped, layout_of
 from torchrelay.switching.models._store import StoredModel
@@ -296,6 +298,25 @@ def test_a_file_that_fails_when_it_is_imported_is_an_error_of_the_model(
         pytest.raises(ModelError, match=r"failing\.py cannot be imported: "),
     ):
         store.add("m", f"{file}:net", inputs={"x": TOKENS})
+
+
+def test_threads_read_code_at_the_same_time(tmp_path: Path) -> None:
+    file = tmp_path / "nested.py"
+    file.write_text("x = ((((1 + 2) * 3) + 4) * 5)\n" * 200)
+
+    def yield_now(*_: object) -> None:  # lets another thread run while a parser makes its tree
+        time.sleep(0)
+
+    known = gc.get_threshold()
+    gc.callbacks.append(yield_now)
+    gc.set_threshold(50)
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            found = [*pool.map(capture, [str(file)] * 4)]
+    finally:
+        gc.set_threshold(*known)
+        gc.callbacks.remove(yield_now)
+    assert len({*found}) == 1
 
 
 @pytest.mark.parametrize("named_by", ["file", "module", "package"])
