@@ -58,6 +58,7 @@ COLLECTIVES = (
 TRANSFORMS = ("grad", "vjp", "jvp", "vmap")
 FLAT = ("collective", "local", "quiet", "ring", "crossed", "message", "compiled")
 NESTED = ("checkpoint", "reentrant", "transformed", "force", "inner_force", "started")
+IN_PLACE = ("bcast", "reduce")
 MODES = ("first", "plain", "second", "second closed", "third", "dual", "transformed")
 
 
@@ -102,6 +103,8 @@ def draw(seed: int, modes: Sequence[str] = MODES, compiled: bool = True) -> Prog
         kinds = {"collective", "local", "quiet", "started"}
     elif mode == "dual":
         kinds = {*FLAT, "started", "checkpoint"}
+    if mode == "transformed" and not _can_copy(transforms):
+        names = [each for each in names if each not in IN_PLACE]
     once = {"compiled", "reentrant"}  # what torch differentiates once
     if mode not in ("first", "plain") or rng.random() < 0.5:
         kinds -= once
@@ -110,10 +113,10 @@ def draw(seed: int, modes: Sequence[str] = MODES, compiled: bool = True) -> Prog
     if not compiled:
         kinds -= {"compiled"}
 
-    def body(depth: int, kinds: set[str]) -> list[Statement]:
-        return [statement(depth, kinds) for _ in range(rng.randint(1, max(1, 4 - depth)))]
+    def body(depth: int, kinds: set[str], names: list[str]) -> list[Statement]:
+        return [statement(depth, kinds, names) for _ in range(rng.randint(1, max(1, 4 - depth)))]
 
-    def statement(depth: int, kinds: set[str]) -> Statement:
+    def statement(depth: int, kinds: set[str], names: list[str]) -> Statement:
         nested = sorted(kinds & {*NESTED}) if depth < 3 else []
         kind = rng.choice(
             nested if nested and rng.random() < 0.5 else ["collective", *sorted(kinds & {*FLAT})]
@@ -126,11 +129,13 @@ def draw(seed: int, modes: Sequence[str] = MODES, compiled: bool = True) -> Prog
             # saved tensors of a checkpoint have hooks, which torch.func lacks in reverse mode
             given = _transforms(rng, TRANSFORMS if "force" in kinds else ("jvp", "vmap"))
             kinds = {"collective", "local", "quiet", "started"}
+            if not _can_copy(given):
+                names = [each for each in names if each not in IN_PLACE]
         elif kind in ("reentrant", "force", "inner_force"):
             kinds = kinds - once
         if kind == "checkpoint":
             kinds = kinds - {"force"}  # nothing before a segment is recomputed
-        inside = body(depth + 1, kinds)
+        inside = body(depth + 1, kinds, names)
         if kind in ("reentrant", "transformed", "inner_force"):
             inside.append(used(k))
         if kind == "inner_force" and mode == "second closed":
@@ -140,11 +145,18 @@ def draw(seed: int, modes: Sequence[str] = MODES, compiled: bool = True) -> Prog
     def used(k: int) -> Statement:
         return Statement("collective", "world", ("sum", True), k)
 
-    statements = body(0, kinds)
+    statements = body(0, kinds, names)
     if mode in ("plain", "second closed", "transformed"):
         statements = [used(1), *statements, used(2)]
     dtype = torch.complex128 if is_complex else torch.float64
     return Program(seed, mode, statements, dtype, transforms, rng.random() < 0.5)
+
+
+def _can_copy(transforms: tuple[str, ...]) -> bool:
+    """Return whether torch can copy into a tensor: not within ``vmap``, if second tangents may be
+    zero (``ZeroTensors are immutable``).
+    """
+    return not ("vmap" in transforms and transforms.count("jvp") > 1)
 
 
 def _transforms(rng: random.Random, names: Sequence[str] = TRANSFORMS) -> tuple[str, ...]:
