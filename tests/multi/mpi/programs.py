@@ -386,6 +386,19 @@ class OneProcess:
                 self._last = (program, _wanted(self, program, xs, ws))
             return self._last[1]
 
+    def errors(self, program: Program, xs: list[Tensor], ws: list[Tensor]) -> list[float]:
+        """Return how much each result of ``program`` may differ by rounding: ten times as much as
+        inputs do that differ in their last bits.
+        """
+        wanted, noise = self.wanted(program, xs, ws), inputs([SHAPE] * self.size, torch.float64, 0)
+        near = [x * (1 + 1e-15 * each) for x, each in zip(xs, noise, strict=True)]
+        with self._lock:
+            found = _wanted(self, program, near, ws)
+        return [
+            10 * max(float((x - y).abs().max()) for x, y in zip(*each, strict=True))
+            for each in zip(wanted, found, strict=True)
+        ]
+
     def function(self, body: list[Statement]) -> Functions:
         def run(xs: list[Tensor]) -> list[Tensor]:
             for each in body:
@@ -541,9 +554,10 @@ def check(ranks: Ranks, one: OneProcess, program: Program) -> None:
     wanted = one.wanted(program, xs, loss_weights)
     assert len(found) == len(wanted)
     for number, (ours, theirs) in enumerate(zip(found, wanted, strict=True)):
-        assert torch.allclose(ours, theirs[rank], rtol=1e-7, atol=1e-9), (
-            f"result {number} differs by {(ours - theirs[rank]).abs().max()}"
-        )
+        if not torch.allclose(ours, theirs[rank], rtol=1e-7, atol=1e-9):
+            error = (ours - theirs[rank]).abs().max()
+            allowed = one.errors(program, xs, loss_weights)[number]
+            assert error < allowed, f"result {number} differs by {error}, of {allowed} by rounding"
 
 
 def _wanted(
