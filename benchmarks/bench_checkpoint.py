@@ -465,7 +465,7 @@ def main() -> None:
         folder = options.folder or temporary
         setup = Setup(folder, options.size_mb, options.repeats, options.model, 1000, PLAN_RANKS)
         if options.smoke:
-            setup = Setup(folder, 12, 1, "tiny", 20, (4, 8))
+            setup = Setup(folder, 12, 0, "tiny", 20, (4, 8))
         os.makedirs(folder, exist_ok=True)
         with (
             s3_server() if "upload" in parts else nullcontext()

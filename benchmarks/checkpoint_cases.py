@@ -407,12 +407,12 @@ class Case:
 
 def _figures(ways: dict[str, Way], repeats: int, case: Case) -> Figures:
     """Unless the ways have run, the first round warms up: it makes staging memory and processes.
-    It counts where it takes long enough not to notice.
+    It counts where it takes long enough not to notice, and if there are no ``repeats``.
     """
     figures: Figures = {name: {"seconds": [], "cpu_seconds": [], "peak_bytes": []} for name in ways}
     measured_once: set[str] = set()
-    warm_ups = 0 if case.has_run else 1
-    for repeat in range(-warm_ups, repeats):
+    warm_ups = 0 if case.has_run or not repeats else 1
+    for repeat in range(-warm_ups, max(1, repeats)):
         for name, way in ways.items():
             if name in measured_once:
                 continue

@@ -4,7 +4,8 @@ or several in rows, and in stashes, which are memory of the host that outlives a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Sequence
+import inspect
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -20,6 +21,7 @@ from torchrelay.switching.generate._messages import KvShape, LayerShape, TensorS
 
 __all__ = [
     "Stash",
+    "arguments_of",
     "check_cache",
     "given_to",
     "has_columns",
@@ -47,7 +49,12 @@ def new_cache(config: Any) -> Any:
     return DynamicCache(config=config)
 
 
-def given_to(taken: Container[str], ids: torch.Tensor, cache: Any) -> dict[str, Any]:
+def arguments_of(module: torch.nn.Module) -> Collection[str]:
+    """Return the names of the arguments that the model takes."""
+    return inspect.signature(type(module).forward).parameters.keys()
+
+
+def given_to(taken: Collection[str], ids: torch.Tensor, cache: Any) -> dict[str, Any]:
     """Return the arguments of a call that adds the tokens `ids` to `cache`, to a model whose
     arguments have the names `taken`.
     """

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import inspect
 import json
 import math
-from collections.abc import Container
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -159,6 +158,7 @@ def generating(
     from transformers import PreTrainedModel  # noqa: PLC0415 - an extra
 
     from torchrelay.switching.generate._kv import (  # noqa: PLC0415
+        arguments_of,
         check_cache,
         is_recurrent,
         new_cache,
@@ -170,9 +170,9 @@ def generating(
             "transformers generate"
         )
     check_cache(module.config)
-    taken = inspect.signature(type(module).forward).parameters
+    taken = arguments_of(module)
     has_states_elsewhere = module._is_stateful and not is_recurrent(new_cache(module.config))
-    if has_states_elsewhere or not {"cache", "past_key_values"} & taken.keys():
+    if has_states_elsewhere or not {"cache", "past_key_values"} & set(taken):
         raise UnsupportedError(
             f"model {name!r} is a {type(module).__name__}, which keeps what it needs of a sequence "
             "elsewhere than in transformers' cache, so it cannot be switched between tokens; serve "
@@ -199,7 +199,7 @@ def generating(
     return Generating(options, max_context, int(text.vocab_size), tokens, tokenizer)
 
 
-def _check_states(module: Any, taken: Container[str]) -> None:
+def _check_states(module: Any, taken: Collection[str]) -> None:
     """Raise :class:`UnsupportedError` if a run without values shows that a model with states does
     not leave them in the cache. `taken` are the names of its arguments.
     """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -95,7 +94,7 @@ class Sequences:
             forward: calls it, and waits for what has not arrived of it.
             receive: returns the next message for the request, or None if there is none.
         """
-        self._module, self._forward = module, forward
+        self._module, self._forward, self._names = module, forward, _kv.arguments_of(module)
         kept, self._rows = (self._rows if work.model == self._model else {}), {}
         self._model = work.model
         for state in work.sequences:
@@ -181,7 +180,7 @@ class Sequences:
     def _compute(self, cache: Any, fed: list[list[int]], lengths: list[int]) -> torch.Tensor:
         """Return the logits after the last of the tokens `fed` to each row of `cache`."""
         ids = torch.tensor(fed, device=self._device)
-        names = inspect.signature(type(self._module).forward).parameters
+        names = self._names
         given = _kv.given_to(names, ids, cache)
         if "logits_to_keep" in names:
             given["logits_to_keep"] = 1
