@@ -33,7 +33,7 @@ __all__ = [
     "is_transformed",
     "lowered",
     "outside_transforms",
-    "recomputation",
+    "recomputations",
     "recompute_whole",
     "saved_by_hooks",
     "transform_depth",
@@ -68,13 +68,13 @@ def saved_by_hooks() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
-def recomputation() -> Any:
-    """Return what identifies the innermost checkpoint that is being recomputed, or None.
+def recomputations() -> list[Any]:
+    """Return what identifies the checkpoints that are being recomputed, the innermost first.
 
-    It is the hook that takes the recomputed tensors, which lives as long. It may lie below hooks of
-    checkpoints inside of that one.
+    They are the hooks that take the recomputed tensors. Such a hook may lie below hooks of
+    checkpoints inside of its own, and lives as long as the graph of what is recomputed.
     """
-    return next((hook for hook in _saving() if _is(hook, _RECOMPUTES)), None)
+    return [hook for hook in _saving() if _is(hook, _RECOMPUTES)]
 
 
 def recompute_whole() -> None:

@@ -356,6 +356,7 @@ class _Here(threading.local):
     def __init__(self) -> None:
         self.adjoint: Chain | None = None  # that the node whose backward runs records in
         self.whole: Chain | None = None  # of which all is differentiated, by grad or backward
+        self.recomputed: dict[Any, Slot] = {}  # of checkpoints, by their hooks
         if threading.get_ident() == MAIN:
             self.slot = main
         elif MPI is None or MPI.Query_thread() == MPI.THREAD_MULTIPLE:
@@ -387,14 +388,24 @@ def _slot() -> Slot:
     task = _torch.backward_id()
     if task < 0:
         return _here.slot
-    hook = _torch.recomputation()
-    if hook is None:
+    running = _torch.recomputations()
+    if not running:
         return _pass(task).slot
-    slot = _recomputed.get(hook)
+    slot = _here.recomputed.get(running[0])
     if slot is None:
-        slot = _recomputed[hook] = Slot()
-        weakref.finalize(hook, slot.close)
+        _end_recomputations()
+        slot = _here.recomputed[running[0]] = Slot()
+        _torch.after_backward(_end_recomputations)
     return slot
+
+
+def _end_recomputations() -> None:
+    """Close the slots of the checkpoints that are no longer being recomputed: a chain refers to its
+    graph, which refers to the hook that took the graph's tensors.
+    """
+    running = _torch.recomputations()
+    for hook in [each for each in _here.recomputed if each not in running]:
+        _here.recomputed.pop(hook).close()
 
 
 def check_compiled(main: Slot) -> None:
@@ -409,7 +420,7 @@ def check_compiled(main: Slot) -> None:
         if _here.slot is not main:
             raise UnsupportedError("compiled code communicates in the main thread only")
         return
-    if _torch.recomputation() is None:
+    if not _torch.recomputations():
         raise UnsupportedError(
             "compiled code that communicates, in a backward pass: a reentrant checkpoint would "
             "differentiate what was called before it, too; pass use_reentrant=False"
@@ -449,6 +460,7 @@ class _Pass:
             self.kept = (main.chain, main.chain.head)
 
     def end(self) -> None:
+        _end_recomputations()
         self.slot.close()
         self.own.close()
         if self.kept is not None:
@@ -458,7 +470,6 @@ class _Pass:
 
 
 _passes: dict[int, _Pass] = {}
-_recomputed: weakref.WeakKeyDictionary[Any, Slot] = weakref.WeakKeyDictionary()
 
 
 def _pass(task: int) -> _Pass:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from torchrelay import _torch
 from torchrelay.errors import ArgumentError
 from torchrelay.mpi import _chain, _compiled
 from torchrelay.mpi._collectives import allreduce, zeros_with_graph
@@ -47,8 +48,8 @@ class _Start(Call):
     tangent_handle: WaitHandle | None = field(default=None, init=False)  # in forward mode
     answer: _chain.Answer | None = field(default=None, init=False)
     # In the running backward pass: the derivative, and the start of its communication.
-    path: Plan = field(init=False)
-    back: WaitHandle | None = field(init=False)
+    path: Plan | None = field(default=None, init=False)
+    back: WaitHandle | None = field(default=None, init=False)
 
     def __del__(self) -> None:
         if self.started is not None:  # it was never waited for
@@ -56,6 +57,7 @@ class _Start(Call):
 
     def forward(self, x: Tensor) -> Tensor:
         requests: list[Testable] = []
+        x = x.detach()  # what is kept of it has no history, which may lead here
         source = packed(x)
         numbers = [self.call.numbers(source)] * self.comm.size
         if self.comm.size > 1:
@@ -81,12 +83,19 @@ class _Start(Call):
             grad = torch.zeros(shape, dtype=dtype, device=device)
         self.path = self.call.adjoint(grad)
         self.back = None if self.path.call is None else start(self.path)
+        if torch.is_grad_enabled():  # the cotangent has a history, which may lead here
+            _torch.after_backward(self._forget)
+
+    def _forget(self) -> None:
+        """Drop what holds the cotangent, also where the backward pass has not come to the start."""
+        self.path = self.back = None
 
     def backward(self, grad: Tensor) -> Tensor:
         assert self.answer is not None
         self.answer.force()
         path, back = self.path, self.back
-        del self.path, self.back  # which hold the cotangent
+        self._forget()
+        assert path is not None
         return path.complete(path.x) if back is None else back.Wait()
 
     def tangent(self, tangent: Tensor) -> Tensor:

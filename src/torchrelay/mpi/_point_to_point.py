@@ -179,7 +179,7 @@ class Send(_PeerCall):
 
     def forward(self, x: Tensor) -> Tensor:
         self.shape = x.shape
-        self.complete(self.send(packed(x)))
+        self.complete(self.send(packed(x.detach())))  # what is kept of it has no history
         return torch.zeros((), dtype=x.dtype, device=x.device)
 
     def complete(self, started: Started) -> None:
@@ -395,8 +395,10 @@ class Irecv(_PeerCall):
         return torch.zeros((), dtype=x.dtype, device=x.device)
 
     def wait(self, dummy: Tensor) -> Tensor:
-        call = Recv(self.comm, self.peer, self.tag, started=self)
-        return overwrite(call, self.target, None if self.in_place else partial(record, call))
+        call, target = Recv(self.comm, self.peer, self.tag, started=self), self.target
+        if not is_compiling():
+            self.target = target.detach()  # its history will hold this call: else a cycle
+        return overwrite(call, target, None if self.in_place else partial(record, call))
 
     def take(self) -> Receiving:
         """Return the message in transit, once."""

@@ -7,7 +7,9 @@ orders of derivatives, checkpoints, sub-communicators, transforms and non-blocki
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
+from collections.abc import Iterable
 
 import torch
 
@@ -25,6 +27,8 @@ from multi.mpi.programs import (
 from multi.mpi.runner import THREADS, mpi_test
 from torchrelay import mpi
 from torchrelay.mpi import Communicator
+from torchrelay.mpi._chain import Chain
+from waiting import eventually
 
 
 @functools.cache
@@ -41,10 +45,34 @@ def collective(what: str, over: str = "world") -> Statement:
     return Statement("collective", over, (what, True), 1)
 
 
+def chains() -> int:
+    gc.collect()  # nothing, while another thread collects
+    return sum(isinstance(each, Chain) for each in gc.get_objects())
+
+
+def check_programs(comm: Communicator, seeds: Iterable[int]) -> None:
+    """Check the programs of ``seeds``, of which no graph may be left."""
+    ranks(comm)  # once for all tests
+    mpi.reset()
+    comm.Barrier()
+    before = chains() if comm.rank == 0 else 0
+    comm.Barrier()
+    for seed in seeds:
+        check_program(comm, draw(seed, compiled=False))
+    comm.Barrier()
+    if comm.rank == 0:
+        eventually(lambda: chains() <= before)
+    comm.Barrier()
+
+
 @mpi_test((1, 2, 3, 5), on=THREADS, part=range(4))
 def test_random_programs_end_and_agree(comm: Communicator, part: int) -> None:
-    for seed in range(8 * part, 8 * part + 8):
-        check_program(comm, draw(seed, compiled=False))
+    check_programs(comm, range(8 * part, 8 * part + 8))
+
+
+@mpi_test((2,), on=("openmpi", "mpich", "sml"))
+def test_random_programs_on_processes(comm: Communicator) -> None:
+    check_programs(comm, range(32, 38))
 
 
 @mpi_test((1, 2, 3), on=THREADS)
